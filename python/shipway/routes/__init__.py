@@ -1,0 +1,1 @@
+"""Routes: ways to run one model, behind one protocol."""

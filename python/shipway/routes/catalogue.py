@@ -1,0 +1,33 @@
+"""Every route the project knows, by the name a user types."""
+
+from shipway.routes.route import RouteInfo
+
+ROUTES = {
+    info.name: info
+    for info in (
+        RouteInfo(
+            name="torch-eager",
+            pole="eager",
+            rung="eager",
+            factory="shipway.routes.torch_eager:TorchEager",
+            devices=("cpu",),
+            dtypes=("f32", "bf16"),
+            weight_formats=("f32", "bf16"),
+            requires=("torch",),
+            remedy="pip install torch==2.13.0",
+            summary="plain PyTorch module, one launch per op: the baseline",
+        ),
+        RouteInfo(
+            name="mojo-graph",
+            pole="whole-language",
+            rung="graph",
+            factory="shipway.routes.mojo_graph:MojoGraph",
+            devices=("cpu",),
+            dtypes=("f32", "bf16"),
+            weight_formats=("f32", "bf16", "f16"),
+            requires=("max", "mojo"),
+            remedy="pip install max==26.7.0 mojo==1.2.0",
+            summary="our Mojo kernels composed into one MAX graph",
+        ),
+    )
+}
