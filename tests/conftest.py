@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
 from ledger import MINUTES, overdrawn, part_of
 
 # Compilers started by the tests neither phone home nor install crash handlers.

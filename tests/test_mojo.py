@@ -1,4 +1,4 @@
-"""Runs every Mojo test file, ``mojo/tests/test_*.mojo``, in a process of its own: a crash must not take the run down."""
+"""Runs every Mojo test file, ``mojo/tests/test_*.mojo``, in a process of its own, so that a crash fails one test."""
 
 import re
 import subprocess

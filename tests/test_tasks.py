@@ -10,9 +10,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-import ledger
 import pytest
 from packaging.requirements import Requirement
+
+import ledger
 
 ROOT = Path(__file__).resolve().parent.parent
 PIXI = tomllib.loads((ROOT / "pixi.toml").read_text())

@@ -1,0 +1,60 @@
+"""The README check runs every block and turns red when one fails; the README and CONTRIBUTING name what exists."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import readme_check
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def checked(folder: Path, markdown: str) -> int:
+    """Runs the check on a README of ``markdown`` in ``folder``, where ``./dev python FILE`` is plain Python."""
+    (folder / "README.md").write_text(markdown)
+    dev = folder / "dev"
+    dev.write_text('#!/bin/sh\nshift\nexec python3 "$@"\n')
+    dev.chmod(0o755)
+    return readme_check.run(folder / "README.md", dict(os.environ))
+
+
+def test_blocks_run_in_order_in_the_readme_s_folder(tmp_path: Path) -> None:
+    markdown = "```sh\necho one >log\n```\ntext\n```python\nopen('log', 'a').write('two')\n```\n"
+    assert checked(tmp_path, markdown) == 0
+    assert (tmp_path / "log").read_text() == "one\ntwo"
+
+
+@pytest.mark.parametrize("block", ["```sh\nfalse\ntrue\n```\n", "```python\nraise SystemExit(3)\n```\n"])
+def test_failing_block_is_named_with_its_line(tmp_path: Path, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(tmp_path, "# Title\n\n" + block) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(r"README.md:3: (sh|python) block: FAILED with exit code [13] after", last)
+
+
+def test_block_that_is_not_run_is_listed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(tmp_path, "<!-- not run: needs a GPU -->\n\n```sh\nfalse\n```\n```sh\ntrue\n```\n") == 0
+    assert "README.md:3: sh block: not run: needs a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("markdown", ["```bash\nfalse\n```\n", "```\nfalse\n```\n", "```sh\nfalse\n"])
+def test_block_that_would_escape_is_refused(markdown: str) -> None:
+    with pytest.raises(ValueError, match="line 1"):
+        readme_check.blocks(markdown)
+
+
+def test_readme_s_blocks_are_found() -> None:
+    found = readme_check.blocks((ROOT / "README.md").read_text())
+    assert any("./dev bench" in block.text for block in found if block.not_run is None)
+    assert any(block.language == "python" for block in found if block.not_run is None)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documents_name_tasks_and_files_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    tasks = tomllib.loads((ROOT / "pixi.toml").read_text())["tasks"]
+    assert set(re.findall(r"\./dev ([a-z][\w-]*)", text)) <= set(tasks)
+    for name in re.findall(r"`((?:mojo|graphs|python|tests|bench|\.ci)/[\w/.-]*)`", text):
+        assert "OP" in name or (ROOT / name).exists(), name
