@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import readme_check
+import readme_results
+from shipway.measure.result import Result, read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,6 +51,26 @@ def test_readme_s_blocks_are_found() -> None:
     found = readme_check.blocks((ROOT / "README.md").read_text())
     assert any("./dev bench" in block.text for block in found if block.not_run is None)
     assert any(block.language == "python" for block in found if block.not_run is None)
+
+
+def recorded() -> dict[Path, Result]:
+    return {path: read_result(path) for path in sorted((ROOT / "bench/results").glob("*.json"))}
+
+
+def test_results_section_is_what_the_recorded_results_say() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme_results.filled(readme, recorded()) == readme
+
+
+def test_edited_results_section_is_seen() -> None:
+    readme = (ROOT / "README.md").read_text()
+    edited = readme.replace("<!-- results:end -->", "and 900 tokens/s\n<!-- results:end -->")
+    assert readme_results.filled(edited, recorded()) == readme
+
+
+def test_readme_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="markers"):
+        readme_results.filled("# Title\n", {})
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

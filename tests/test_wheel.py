@@ -67,7 +67,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         check=True,
     )
-    (site / "lent.pth").write_text(str(Path(importlib.metadata.distribution("torch").locate_file(""))))
+    (site / "lent.pth").write_text(str(importlib.metadata.distribution("torch").locate_file("")))
     return python
 
 

@@ -1,0 +1,109 @@
+"""Writes the README's Results section from the recorded results, bench/results/*.json, and from nothing else.
+
+python bench/readme_results.py            rewrites the section
+python bench/readme_results.py --check    exits 1 when the section is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from shipway.measure.result import Result, read_result
+from shipway.measure.stats import Estimate
+from shipway.report.decision import decide
+from shipway.report.summary import Row, summarise
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTION = re.compile(r"(?<=<!-- results:begin -->\n).*?(?=<!-- results:end -->)", re.DOTALL)
+NOTHING = "None recorded yet: `./dev bench` measures on your machine.\n"
+VERDICTS = {"ok": "PASS", "fail": "FAIL", "failed": "broke", "not run": "not run"}
+
+
+def cell(value: Estimate | None, digits: int, scale: float = 1.0) -> str:
+    """Returns the median with its 95% interval where there is one, ``-`` for no value."""
+    if value is None:
+        return "-"
+    text = f"{value.median * scale:.{digits}f}"
+    if value.low is None or value.high is None:
+        return text
+    return f"{text} ({value.low * scale:.{digits}f} to {value.high * scale:.{digits}f})"
+
+
+def columns(row: Row, baseline: str) -> dict[str, str]:
+    """Returns title -> cell for one route in one dtype; a route without a PASS gets no figures."""
+    entry = row.entry
+    figures = {
+        "decode tokens/s": cell(row.decode, 1),
+        f"x {baseline}": cell(row.ratio_decode, 2),
+        "% of limit": cell(row.decode_share, 0, 100),
+        "TPOT ms": cell(row.tpot_s, 1, 1e3),
+        "TTFT ms": cell(row.ttft_s, 0, 1e3),
+        "prefill tokens/s": cell(row.prefill, 0),
+        f"prefill x {baseline}": cell(row.ratio_prefill, 2),
+        "$/Mtok out": "-" if row.usd_out is None else f"{row.usd_out:.3g}",
+        "$/Mtok in": "-" if row.usd_in is None else f"{row.usd_in:.3g}",
+        "start cold / warm s": " / ".join(
+            f"{start['total_s']:.1f}" if start else "-" for start in (entry["cold"], entry["warm"])
+        ),
+    }
+    if not row.ranked:
+        figures = dict.fromkeys(figures, "-")
+    return {"route": f"`{entry['route']}`", "dtype": entry["dtype"], "verdict": VERDICTS[entry["status"]], **figures}
+
+
+def section(path: Path, result: Result) -> str:
+    """Returns the Markdown of one result: what was run where, the table, the decision."""
+    work, machine, price = result["workload"], result["environment"], result["price"]
+    rows = [columns(row, work["baseline"]) for row in summarise(result)]
+    versions = ", ".join(
+        f"{name} {machine['packages'][name]}" for name in ("max", "mojo", "torch") if name in machine["packages"]
+    )
+    lines = [
+        f"**{work['model']}**, {work['parameters'] / 1e6:.0f}M parameters, {work['prompt_tokens']} prompt +"
+        f" {work['new_tokens']} new tokens, batch {work['batch']}, on {machine['cpu']}, {machine['threads']} threads;"
+        f" {versions}; {work['rounds']} interleaved rounds, medians with 95% intervals; ${price['usd_per_hour']:g}/hour"
+        f" ({price['machine']}); {result['created'][:10]}, revision {str(machine['git_revision'])[:12]}"
+        f" ([{path.name}](bench/results/{path.name})).",
+        "",
+        "| " + " | ".join(rows[0]) + " |",
+        "|" + "---|" * len(rows[0]),
+        *("| " + " | ".join(row.values()) + " |" for row in rows),
+        "",
+        decide(result),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def filled(readme: str, results: dict[Path, Result]) -> str:
+    """Returns ``readme`` with its Results section made from ``results``.
+
+    Raises:
+        ValueError: The README does not hold exactly one pair of markers.
+    """
+    text = "\n".join(section(path, result) for path, result in results.items()) or NOTHING
+    if len(SECTION.findall(readme)) != 1:
+        raise ValueError("README.md needs one pair of results:begin and results:end markers")
+    return SECTION.sub(lambda _: text, readme)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 when the section is out of date")
+    check = parser.parse_args().check
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = filled(old, {path: read_result(path) for path in sorted((ROOT / "bench/results").glob("*.json"))})
+    if check:
+        if new != old:
+            print("README.md: the Results section is not what bench/results says: run python bench/readme_results.py")
+        return int(new != old)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
