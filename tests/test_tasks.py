@@ -140,6 +140,17 @@ def test_interrupted_installation_is_done_again(checkout: Checkout) -> None:
     assert len(checkout.pip_calls()) == 2
 
 
+def test_pins_put_back_after_a_failed_change_are_installed_again(checkout: Checkout) -> None:
+    pins = checkout.root / "pyproject.toml"
+    before = pins.read_text()
+    checkout.dev("bench")
+    pins.write_text(before + "# changed\n")
+    checkout.dev("bench", PIP_EXIT="1")
+    pins.write_text(before)
+    checkout.dev("bench")
+    assert len(checkout.pip_calls()) == 2
+
+
 def test_old_python_is_one_line(checkout: Checkout) -> None:
     (checkout.system / "python3").unlink()
     (checkout.system / "python3").write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit\nexit 1\n')
