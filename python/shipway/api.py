@@ -1,0 +1,211 @@
+"""The Python interface: ``shipway.load(...)`` returns a :class:`Model`, whose ``generate`` yields tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from shipway.client import Worker
+from shipway.errors import CannotRunError, ShipwayError
+from shipway.model.checkpoint import Checkpoint, open_checkpoint
+from shipway.model.resolve import resolve
+from shipway.model.tokenizer import Tokenizer
+from shipway.routes.catalogue import ROUTES
+from shipway.routes.route import RouteInfo, RunSpec
+from shipway.sampler import Sampling
+from shipway.streaming import Token, TokenStream
+from shipway.worker import available_cpus
+
+DEFAULT_CONTEXT = 4096  # tokens of KV cache when max_context is not given and the model allows more
+Message = dict[str, str]
+
+
+def find_route(name: str) -> RouteInfo:
+    """Returns the route called ``name``.
+
+    Raises:
+        ShipwayError: There is none.
+    """
+    if name not in ROUTES:
+        raise ShipwayError(f"no route is called {name!r}: choose one of {', '.join(ROUTES)}")
+    return ROUTES[name]
+
+
+def check_context(prompt_tokens: int, new_tokens: int, max_context: int) -> None:
+    """Raises a :class:`ShipwayError` with the numbers when prompt and new tokens do not fit the KV cache."""
+    if prompt_tokens + new_tokens > max_context:
+        raise ShipwayError(
+            f"prompt of {prompt_tokens} tokens + {new_tokens} new = {prompt_tokens + new_tokens} tokens do not fit"
+            f" a context of {max_context}: shorten the prompt or ask for fewer new tokens"
+        )
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message], chat: bool) -> list[int]:
+    """Returns the prompt's ids.
+
+    Args:
+        tokenizer: The checkpoint's own.
+        prompt: Text, or chat messages (``{"role": ..., "content": ...}``), which go through the chat template.
+        chat: Whether a text prompt goes through the template too, as the user's message.
+
+    Raises:
+        ShipwayError: The prompt has no tokens, or the checkpoint has no chat template.
+    """
+    if isinstance(prompt, str) and not chat:
+        tokens = tokenizer.encode(prompt, add_bos=True)
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        tokens = tokenizer.encode(tokenizer.chat(messages), add_bos=False)  # the template writes its own BOS
+    if not tokens:
+        raise ShipwayError("the prompt has no tokens: give it some text")
+    return tokens
+
+
+class Model:
+    """A checkpoint served by one route in its own process. A context manager; made by :func:`load`."""
+
+    def __init__(self, checkpoint: Checkpoint, info: RouteInfo, spec: RunSpec) -> None:
+        """Starts the route's worker and loads ``checkpoint`` there; raises as :func:`load`."""
+        self.config = checkpoint.config
+        self.tokenizer = checkpoint.tokenizer
+        self.route = info.name
+        self.max_context = spec.max_context
+        self._worker = Worker(info, spec.threads)
+        try:
+            self.prepared = self._worker.prepare(spec)
+        except BaseException:
+            self._worker.close()
+            raise
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        chat: bool = False,
+        max_new: int = 128,
+        greedy: bool = False,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> Iterator[Token]:
+        """Continues ``prompt``; yields tokens as they are chosen, the last one with ``finish`` set.
+
+        Args:
+            prompt: Text, or chat messages (``{"role": ..., "content": ...}``).
+            chat: Whether a text prompt goes through the chat template.
+            max_new: Most new tokens.
+            greedy: Always the most probable token, as temperature 0 does; refuses a temperature.
+            temperature: Divides the logits before sampling; 0 is greedy.
+            top_k: Sample among the k most probable tokens, 0 for all.
+            top_p: Sample among the most probable tokens whose mass reaches p.
+            seed: Seed of the sampler.
+            stop: Generation ends before the first of these strings; text that may begin one is held back.
+
+        Raises:
+            ShipwayError: An argument is out of range, or the tokens do not fit the context; before anything runs.
+            WorkerError: The route broke, while iterating.
+        """
+        if greedy and temperature:
+            raise ShipwayError(f"greedy and temperature {temperature} exclude each other: give one")
+        if max_new < 1:
+            raise ShipwayError(f"max-new must be at least 1, not {max_new}")
+        if isinstance(stop, str) or not all(stop):
+            raise ShipwayError("stop takes a list of non-empty strings")
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        tokens = encode_prompt(self.tokenizer, prompt, chat)
+        check_context(len(tokens), max_new, self.max_context)
+        return self._stream(tokens, max_new, sampling, stop)
+
+    def logits_after(self, prompt: Sequence[int], continuation: Sequence[int]) -> np.ndarray:
+        """Returns the logits, float32 ``[vocab_size]``, that follow ``prompt`` and ``continuation``.
+
+        They are computed as :meth:`generate` computes them: one prefill of the prompt, one decode per further id.
+        """
+        self._worker.call("reset")
+        self._worker.call("prefill", tokens=[list(prompt)])
+        for token in continuation:
+            self._worker.call("decode", tokens=[token])
+        logits: np.ndarray = self._worker.call("logits")[0]
+        return logits
+
+    def close(self) -> None:
+        """Ends the route's process."""
+        self._worker.close()
+
+    def _stream(self, tokens: list[int], max_new: int, sampling: Sampling, stop: Sequence[str]) -> Iterator[Token]:
+        vocab = min(self.tokenizer.vocab_size, self.config.vocab_size)
+        stream = TokenStream(self.tokenizer.stream(tokens), stop)
+        chosen = self._worker.generate(tokens, max_new, vocab, list(self.tokenizer.eos_ids), sampling)
+        with closing(chosen):
+            for token, finish in chosen:
+                for released in stream.push(token, finish):
+                    yield released
+                    if released.finish == "stop":
+                        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load(
+    path_or_name: str | Path,
+    route: str = "mojo-graph",
+    dtype: str = "f32",
+    weights: str | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    max_context: int | None = None,
+) -> Model:
+    """Loads a checkpoint for one route.
+
+    Args:
+        path_or_name: Hugging Face directory, GGUF file, or a model name.
+        route: A route of ``shipway routes``.
+        dtype: Activations and KV cache, ``"f32"`` or ``"bf16"``.
+        weights: Storage format of the matrices, by default ``dtype``.
+        device: ``"cpu"``.
+        threads: CPU threads, by default every CPU this process may use.
+        max_context: Tokens of KV cache, prompt and new ones together; by default the model's own, at most 4096.
+
+    Raises:
+        ShipwayError: The model, route or arguments are not usable.
+        CannotRunError: The route cannot run here; the message says what would make it run.
+        WorkerError: The route broke while loading.
+    """
+    info = find_route(route)
+    weights = weights or dtype
+    if (reason := info.why_not(dtype, weights, device)) is not None:
+        raise CannotRunError(f"{route} {reason}")
+    threads = check_threads(threads)
+    checkpoint = open_checkpoint(resolve(path_or_name))
+    limit = checkpoint.config.max_position_embeddings
+    max_context = max_context or min(limit, DEFAULT_CONTEXT)
+    if max_context > limit:
+        raise ShipwayError(f"a context of {max_context} tokens exceeds the model's {limit}")
+    return Model(checkpoint, info, RunSpec(str(checkpoint.path), dtype, weights, device, threads, max_context))
+
+
+def check_threads(threads: int | None) -> int:
+    """Returns ``threads``, by default every CPU this process may use.
+
+    Raises:
+        ShipwayError: More than that are asked for, or fewer than one.
+    """
+    available = available_cpus()
+    if threads is None:
+        return available
+    if not 1 <= threads <= available:
+        raise ShipwayError(f"{threads} threads asked for, this process may use 1 to {available}")
+    return threads

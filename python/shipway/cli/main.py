@@ -1,0 +1,75 @@
+"""``shipway``: the commands, and how each of them ends.
+
+Exit codes: 0 all held, 1 a verdict was missed or something broke, 2 usage or bad input, 3 cannot run here; 130 after
+Ctrl-C, 141 when the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from shipway.cli.bench import bench
+from shipway.cli.doctor import doctor
+from shipway.cli.generate import generate
+from shipway.cli.inspect import inspect
+from shipway.cli.report import report
+from shipway.cli.routes import routes
+from shipway.errors import ShipwayError
+
+app = typer.Typer(
+    help="Run one model through several routes, judge each against float64, time them on this machine.",
+    epilog="Exit codes: 0 all held, 1 a verdict missed or something broke, 2 usage or bad input, 3 cannot run here.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (bench, generate, inspect, routes, doctor, report):
+    app.command()(command)
+
+
+def _say(line: str) -> None:
+    print(f"shipway: {line}", file=sys.stderr)
+
+
+def _broken(error: Exception) -> None:
+    """One line for an error nobody foresaw; its traceback goes to a file."""
+    from shipway.client import new_log
+
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    try:
+        log = new_log("shipway")
+        log.write_text(traceback.format_exc())
+    except ShipwayError as unwritable:
+        _say(f"broke: {type(error).__name__}: {first_line}; no traceback kept: {unwritable}")
+    else:
+        _say(f"broke: {type(error).__name__}: {first_line}; traceback: {log}")
+
+
+def main() -> None:
+    """Runs the command line and ends the process with its exit code; never with a traceback."""
+    os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "false")
+    os.environ.setdefault("MODULAR_CRASH_REPORTING_ENABLED", "false")
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except ShipwayError as error:
+        _say(" ".join(str(error).split()))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        code = 130
+    except BrokenPipeError:
+        # What is still buffered has no reader: let the interpreter's own flush at exit go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except Exception as error:
+        _broken(error)
+        code = 1
+    sys.exit(code)

@@ -1,0 +1,32 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shipway.measure.result import check_writable
+
+
+def _writable(path: Path | None) -> Path | None:
+    if path is not None:
+        check_writable(path)
+    return path
+
+
+Model = Annotated[str, typer.Option(help="Hugging Face directory, GGUF file, or a model name.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Also write the result to this file.", callback=_writable, dir_okay=True)
+]
+Device = Annotated[str, typer.Option(help="Device to run on.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of every route; all CPUs of this process if not given.")]
+Weights = Annotated[
+    str | None, typer.Option(help="Storage format of the matrices, f32, bf16 or f16; the dtype if not given.")
+]
+
+
+def comma_list(text: str) -> tuple[str, ...]:
+    """Splits ``"a,b"``; blanks around names are dropped."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

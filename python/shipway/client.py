@@ -1,0 +1,230 @@
+"""The driver's side of a worker: starts it, calls it, stops and resumes it, and never leaves it behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shipway.channel import Channel, ChannelClosed
+from shipway.errors import CannotRunError, ShipwayError
+from shipway.model.resolve import cache_dir
+from shipway.routes.route import Prepared, RouteInfo, RunSpec
+from shipway.sampler import Sampling
+
+CALL_TIMEOUT_S = 1800.0  # a cold compile of a stock MAX graph takes minutes on a loaded machine
+_KEPT_LOGS = 50
+_log_number = itertools.count()
+
+
+class WorkerError(ShipwayError):
+    """A route broke: it raised something unforeseen, died, or did not answer (exit code 1)."""
+
+    exit_code = 1
+
+
+def new_log(name: str) -> Path:
+    """Returns the path of a new log file, and removes the oldest beyond the newest fifty."""
+    folder = cache_dir() / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in sorted(folder.glob("*.log"))[:-_KEPT_LOGS]:
+            old.unlink(missing_ok=True)
+        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_log_number)}-{name}.log"
+        path.touch()
+    except OSError as error:
+        raise ShipwayError(
+            f"cannot write {folder} ({error.strerror}): set SHIPWAY_CACHE to a writable folder"
+        ) from None
+    return path
+
+
+def _worker_environment(threads: int, cache: Path) -> dict[str, str]:
+    package_parent = str(Path(__file__).resolve().parent.parent)
+    search_path = [package_parent, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(search_path),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "SHIPWAY_CACHE": str(cache),
+        "MODULAR_CACHE_DIR": str(cache / "modular"),
+        "MODULAR_TELEMETRY_ENABLED": "false",
+        "MODULAR_CRASH_REPORTING_ENABLED": "false",
+    }
+
+
+class Worker:
+    """A route in a process of its own. Use it as a context manager, or call :meth:`close`."""
+
+    def __init__(
+        self, info: RouteInfo, threads: int, cache: Path | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
+        """Starts the process; nothing is loaded yet.
+
+        Args:
+            info: The route.
+            threads: CPUs the process is bound to.
+            cache: Folder of compiled artefacts, by default Shipway's own; an empty one measures a cold compile.
+            timeout_s: Seconds a call may take before the worker is killed.
+
+        Raises:
+            ShipwayError: The log folder cannot be written.
+        """
+        self.name = info.name
+        self._timeout_s = timeout_s
+        self._busy = False  # between a request and its reply
+        self._keep_log = False
+        self.log = new_log(info.name)
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "shipway.worker", info.factory]
+        command += ["--channel", str(theirs.fileno()), "--threads", str(threads)]
+        try:
+            with self.log.open("wb") as log:
+                # A process group of its own: Ctrl-C reaches the driver only, which then ends its workers in order.
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,
+                    env=_worker_environment(threads, cache or cache_dir()),
+                )
+        finally:
+            theirs.close()
+        self._channel = Channel(ours)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def call(self, call: str, **arguments: Any) -> Any:
+        """Sends one message of :mod:`shipway.service` and returns its value.
+
+        Raises:
+            ShipwayError: What the route raised, unchanged.
+            WorkerError: The route raised anything else, its process died, or it did not answer in time.
+        """
+        self._send(call, arguments)
+        return self._value(call, self._receive(call))
+
+    def prepare(self, spec: RunSpec) -> Prepared:
+        """Loads and compiles; raises as :meth:`call`."""
+        value = self.call("prepare", spec=dataclasses.asdict(spec))
+        return Prepared(**value | {"notes": tuple(value["notes"])})
+
+    def generate(
+        self, tokens: list[int], max_new: int, vocab: int, stop_ids: list[int], sampling: Sampling
+    ) -> Iterator[tuple[int, str | None]]:
+        """Yields ``(id, finish)`` as the worker chooses tokens; ``finish`` is ``"eos"`` or ``"length"`` on the last.
+
+        Closing the iterator early tells the worker to stop. Raises as :meth:`call`.
+        """
+        arguments = {"tokens": tokens, "max_new": max_new, "vocab": vocab, "stop_ids": stop_ids}
+        self._send("generate", arguments | {"sampling": dataclasses.asdict(sampling)})
+        try:
+            while "token" in (message := self._receive("generate")):
+                yield message["token"], message["finish"]
+            self._value("generate", message)
+        except GeneratorExit:
+            self._channel.send({"call": "stop"})
+            while "token" in (message := self._receive("generate")):
+                pass
+            if message.get("ok") != {"reason": "stop"}:
+                self._receive("stop")  # the generation had ended already, so "stop" was answered on its own
+            self._busy = False
+            raise
+
+    def pause(self) -> None:
+        """Stops every thread of the worker (SIGSTOP) so that it takes no CPU while another is timed."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets a paused worker continue."""
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Ends the process and, when nothing went wrong, removes its log. May be called again."""
+        if self._process.returncode is None:
+            self.resume()
+            try:
+                if self._busy:
+                    self._process.kill()
+                else:
+                    self._channel.send({"call": "close"})
+                self._process.wait(timeout=10)
+            except (ChannelClosed, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait()
+            except BaseException:
+                self._process.kill()
+                raise
+            if not self._keep_log:
+                self.log.unlink(missing_ok=True)
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _send(self, call: str, arguments: dict[str, Any]) -> None:
+        if self._busy:
+            raise ShipwayError(f"{self.name} is still generating: finish or close the previous iterator first")
+        self._busy = True
+        try:
+            self._channel.send({"call": call} | arguments)
+        except ChannelClosed:
+            raise self._death(call) from None
+
+    def _receive(self, call: str) -> dict[str, Any]:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._channel.ready(0.2):
+            if self._process.poll() is not None:
+                raise self._death(call)
+            if time.monotonic() > deadline:
+                self._keep_log = True
+                self._process.kill()
+                self._process.wait()
+                raise WorkerError(
+                    f"{self.name} did not answer `{call}` within {self._timeout_s:g} s and was ended; log: {self.log}"
+                )
+        try:
+            return self._channel.receive()
+        except ChannelClosed:
+            raise self._death(call) from None
+
+    def _value(self, call: str, message: dict[str, Any]) -> Any:
+        self._busy = False
+        if "error" not in message:
+            return message["ok"]
+        if message["kind"] == "crash":
+            self._keep_log = True
+            raise WorkerError(f"{self.name} failed in `{call}`: {message['error']}; traceback: {self.log}")
+        raise (CannotRunError if message["kind"] == "cannot run" else ShipwayError)(message["error"])
+
+    def _death(self, call: str) -> WorkerError:
+        """Says how the process ended and what it printed last: some runtimes give their reason on stderr only."""
+        self._keep_log = True
+        code = self._process.wait()
+        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        last = f"; last output: {' | '.join(lines[-3:])[-400:]}" if lines else ""
+        return WorkerError(f"{self.name} {how} during `{call}`{last}; log: {self.log}")

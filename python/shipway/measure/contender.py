@@ -1,0 +1,114 @@
+"""One route in one dtype during a benchmark: its worker, its verdict, its one-time cost and its timed runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from shipway.client import Worker
+from shipway.measure.result import Entry, OneTime, Sample
+from shipway.routes.route import RouteInfo, RunSpec
+
+_WARM_UP_TOKENS = 8
+
+
+@dataclass
+class Contender:
+    """A route, its arguments, what is recorded of it, and its worker while it has one.
+
+    Attributes:
+        info: The route.
+        spec: What it loads.
+        entry: Its part of the result.
+        judge: Takes logits ``[S, vocab_size]`` of ``verdict_tokens``; returns the verdict's fields.
+        verdict_tokens: Ids the verdict is taken on.
+        timeout_s: Seconds a call may take.
+        resident_bytes: Memory the worker takes: an estimate until it has been measured.
+    """
+
+    info: RouteInfo
+    spec: RunSpec
+    entry: Entry
+    judge: Callable[[np.ndarray], dict[str, object]]
+    verdict_tokens: list[int]
+    timeout_s: float
+    resident_bytes: int
+    worker: Worker | None = field(default=None, init=False)
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing has failed so far."""
+        return self.entry["status"] == "ok"
+
+    def start(self, prompts: list[list[int]]) -> None:
+        """Loads the route, takes its verdict in this very process, and warms up on ``prompts`` if it holds."""
+        self.worker, started = self._launch(None)
+        if self.entry["warm"] is None:
+            self.entry["cold" if started["compile_cold"] else "warm"] = started
+        self.entry["verdict"] = self.judge(self.worker.call("score", tokens=self.verdict_tokens))
+        if not self.entry["verdict"]["ok"]:
+            self.entry["status"] = "fail"
+            self.entry["reason"] = str(self.entry["verdict"]["reason"])
+            return
+        for prompt in prompts:
+            self.worker.call("run", tokens=[prompt], new_tokens=_WARM_UP_TOKENS)
+        self._measure_memory()
+
+    def measure_other_start(self) -> None:
+        """Starts the route once more for the one-time cost that the first start did not show.
+
+        An artefact that was in the cache is compiled again in an empty one; one that was just compiled is loaded again.
+        A route that compiles nothing has one kind of start.
+        """
+        if self.info.rung == "eager":
+            self.entry["cold"] = self.entry["warm"]
+        elif self.entry["cold"] is not None:
+            second, self.entry["warm"] = self._launch(None)
+            second.close()
+        else:
+            with tempfile.TemporaryDirectory(prefix="shipway-cold-") as empty:
+                second, self.entry["cold"] = self._launch(Path(empty))
+                second.close()
+
+    def time_run(self, prompt: list[int], new_tokens: int, round_number: int, position: int) -> Sample:
+        """Times one prefill and ``new_tokens - 1`` decodes."""
+        assert self.worker is not None
+        run = self.worker.call("run", tokens=[prompt], new_tokens=new_tokens)
+        self.entry["ids"] = self.entry["ids"] or [step[0] for step in run["ids"]]
+        times = [time - run["start"] for time in run["times"]]
+        return {"round": round_number, "position": position, "prompt_tokens": len(prompt), "times": times}
+
+    def close(self) -> None:
+        """Ends the worker; its peak memory is recorded before."""
+        if self.worker is not None:
+            worker, self.worker = self.worker, None
+            worker.close()
+
+    def record_memory(self) -> None:
+        """Records the peak resident memory of the worker."""
+        if self.worker is not None and self.runs:
+            self._measure_memory()
+
+    def _measure_memory(self) -> None:
+        assert self.worker is not None
+        memory = self.worker.call("peak_memory")
+        self.resident_bytes = memory["resident"]
+        self.entry["peak_memory_bytes"] = max(memory["peak"], self.entry["peak_memory_bytes"] or 0)
+
+    def _launch(self, cache: Path | None) -> tuple[Worker, OneTime]:
+        begin = perf_counter()
+        worker = Worker(self.info, self.spec.threads, cache, self.timeout_s)
+        try:
+            prepared = worker.prepare(self.spec)
+        except BaseException:
+            worker.close()
+            raise
+        fields = dataclasses.asdict(prepared) | {"notes": list(prepared.notes)}
+        started: OneTime = {"total_s": perf_counter() - begin, **fields}  # type: ignore[typeddict-item]
+        return worker, started
