@@ -11,9 +11,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from packaging.requirements import Requirement
 
 import ledger
+from shipway.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PIXI = tomllib.loads((ROOT / "pixi.toml").read_text())
@@ -86,6 +88,13 @@ def test_dev_runs_the_command_that_pixi_runs(checkout: Checkout, task: str) -> N
     assert checkout.dev(task, *ARGUMENTS).returncode == 0
     ran = [call for call in checkout.calls() if call[:3] != ["python", "-m", "pip"]]
     assert ran == pixi_commands(task, ARGUMENTS)
+
+
+def test_every_command_of_shipway_is_a_task() -> None:
+    commands = typer.main.get_group(app).commands
+    assert {name: ["shipway", name] for name in commands} == {
+        name: task["cmd"] for name, task in TASKS.items() if task["cmd"][0] == "shipway"
+    }
 
 
 def test_dev_hands_over_to_pixi_where_it_is_installed(checkout: Checkout) -> None:
