@@ -4,6 +4,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,67 @@ def test_readme_s_blocks_are_found() -> None:
     found = readme_check.blocks((ROOT / "README.md").read_text())
     assert any("./dev bench" in block.text for block in found if block.not_run is None)
     assert any(block.language == "python" for block in found if block.not_run is None)
+
+
+def result(status: str) -> Result:
+    """A result of two routes in three rounds: the baseline at 10 tokens/s, the other, with ``status``, at 20."""
+
+    def entry(route: str, status: str, tpot: float) -> dict[str, Any]:
+        samples = [
+            {"round": number, "position": 0, "prompt_tokens": 128, "times": [0.5, 0.5 + tpot, 0.5 + 2 * tpot]}
+            for number in range(3)
+        ]
+        return {
+            "route": route,
+            "dtype": "f32",
+            "weights": "f32",
+            "status": status,
+            "reason": "max error 7" if status != "ok" else None,
+            "verdict": None,
+            "cold": None,
+            "warm": None,
+            "install_bytes": None,
+            "peak_memory_bytes": None,
+            "decode_bytes": 1e9,
+            "prefill_flops": 1e9,
+            "ids": [1, 2, 3],
+            "samples": samples,
+            "sweep": [],
+            "sweep_decode_bytes": {},
+        }
+
+    made: Any = {
+        "workload": {
+            "model": "tiny",
+            "parameters": 1_000_000,
+            "prompt_tokens": 128,
+            "new_tokens": 3,
+            "batch": 1,
+            "rounds": 3,
+            "baseline": "torch-eager",
+        },
+        "environment": {"cpu": "a CPU", "threads": 2, "packages": {"max": "1"}, "git_revision": "a" * 40},
+        "price": {"usd_per_hour": 0.1, "machine": "a machine"},
+        "created": "2026-01-02T03:04:05",
+        "probes": [],
+        "entries": [entry("torch-eager", "ok", 0.1), entry("mojo-graph", status, 0.05)],
+    }
+    return made
+
+
+def test_results_section_shows_the_figures_of_a_pass() -> None:
+    text = readme_results.section(Path("r.json"), result("ok"))
+    row = next(line for line in text.splitlines() if line.startswith("| `mojo-graph`"))
+    assert row.startswith("| `mojo-graph` | f32 | PASS | 20.0 (20.0 to 20.0) | 2.00 (2.00 to 2.00) |")
+    assert "2026-01-02, revision aaaaaaaaaaaa" in text
+
+
+@pytest.mark.parametrize(("status", "word"), [("fail", "FAIL"), ("failed", "broke"), ("not run", "not run")])
+def test_results_section_shows_no_figure_without_a_pass(status: str, word: str) -> None:
+    text = readme_results.section(Path("r.json"), result(status))
+    row = next(line for line in text.splitlines() if line.startswith("| `mojo-graph`"))
+    assert row.startswith(f"| `mojo-graph` | f32 | {word} | - |")
+    assert not any(digit in row.split(word)[1] for digit in "0123456789")
 
 
 def recorded() -> dict[Path, Result]:
