@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -125,7 +125,7 @@ class Worker:
 
     def generate(
         self, tokens: list[int], max_new: int, vocab: int, stop_ids: list[int], sampling: Sampling
-    ) -> Iterator[tuple[int, str | None]]:
+    ) -> Generator[tuple[int, str | None], None, None]:
         """Yields ``(id, finish)`` as the worker chooses tokens; ``finish`` is ``"eos"`` or ``"length"`` on the last.
 
         Closing the iterator early tells the worker to stop. Raises as :meth:`call`.
@@ -137,12 +137,13 @@ class Worker:
                 yield message["token"], message["finish"]
             self._value("generate", message)
         except GeneratorExit:
-            self._channel.send({"call": "stop"})
-            while "token" in (message := self._receive("generate")):
-                pass
-            if message.get("ok") != {"reason": "stop"}:
-                self._receive("stop")  # the generation had ended already, so "stop" was answered on its own
-            self._busy = False
+            if self._process.poll() is None:
+                self._channel.send({"call": "stop"})
+                while "token" in (message := self._receive("generate")):
+                    pass
+                if message.get("ok") != {"reason": "stop"}:
+                    self._receive("stop")  # the generation had ended already, so "stop" was answered on its own
+                self._busy = False
             raise
 
     def pause(self) -> None:

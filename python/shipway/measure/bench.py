@@ -315,7 +315,10 @@ class Benchmark:
             return []
         probe.resume()
         try:
-            samples: list[ProbeSample] = [{"round": number, **sample} for sample in probe.call("measure")]
+            samples: list[ProbeSample] = [
+                {"round": number, "pattern": one["pattern"], "kind": one["kind"], "value": one["value"]}
+                for one in probe.call("measure")
+            ]
         except ShipwayError as error:
             self._warn(f"round {number + 1} has no % of limit: {error}")
             return []

@@ -51,10 +51,11 @@ class Contender:
         self.worker, started = self._launch(None)
         if self.entry["warm"] is None:
             self.entry["cold" if started["compile_cold"] else "warm"] = started
-        self.entry["verdict"] = self.judge(self.worker.call("score", tokens=self.verdict_tokens))
-        if not self.entry["verdict"]["ok"]:
+        verdict = self.judge(self.worker.call("score", tokens=self.verdict_tokens))
+        self.entry["verdict"] = verdict
+        if not verdict["ok"]:
             self.entry["status"] = "fail"
-            self.entry["reason"] = str(self.entry["verdict"]["reason"])
+            self.entry["reason"] = str(verdict["reason"])
             return
         for prompt in prompts:
             self.worker.call("run", tokens=[prompt], new_tokens=_WARM_UP_TOKENS)

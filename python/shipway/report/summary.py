@@ -46,11 +46,13 @@ class Row:
     @property
     def ranked(self) -> bool:
         """Whether the route held its verdict and was timed to the end."""
-        return self.entry["status"] == "ok" and self.decode is not None
+        return self.decode is not None
 
 
 def per_round(entry: Entry, figure: Callable[[Sample], float]) -> dict[int, float]:
-    """Returns ``figure`` of the timed run of every round."""
+    """Returns ``figure`` of the timed run of every round; nothing for a route that failed, however far it came."""
+    if entry["status"] != "ok":
+        return {}
     return {sample["round"]: figure(sample) for sample in entry["samples"]}
 
 
@@ -80,9 +82,7 @@ def _estimate(values: dict[int, float]) -> Estimate | None:
 def summarise(result: Result) -> list[Row]:
     """Returns one row per entry of ``result``, in its order."""
     baseline = {
-        entry["dtype"]: entry
-        for entry in result["entries"]
-        if entry["route"] == result["workload"]["baseline"] and entry["status"] == "ok"
+        entry["dtype"]: entry for entry in result["entries"] if entry["route"] == result["workload"]["baseline"]
     }
     usd = result["price"]["usd_per_hour"]
     rows = []

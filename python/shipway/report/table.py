@@ -55,17 +55,16 @@ def _verdict(entry: Entry) -> str:
 def _speed_lines(rows: list[Row]) -> list[list[str]]:
     lines = [["route", "dtype", "verdict", "decode tok/s", "x baseline", "% limit", "TTFT ms", "TPOT ms"]]
     for row in rows:
-        decode = row if row.ranked else None
         lines.append(
             [
                 row.entry["route"],
                 row.entry["dtype"],
                 _verdict(row.entry),
-                _interval(decode and decode.decode),
-                _interval(decode and decode.ratio_decode, 2),
-                _median(decode and decode.decode_share, 0, 100),
-                _interval(decode and decode.ttft_s, 1, 1e3),
-                _interval(decode and decode.tpot_s, 2, 1e3),
+                _interval(row.decode),
+                _interval(row.ratio_decode, 2),
+                _median(row.decode_share, 0, 100),
+                _interval(row.ttft_s, 1, 1e3),
+                _interval(row.tpot_s, 2, 1e3),
             ]
         )
     return lines
@@ -152,7 +151,8 @@ def _header(result: Result) -> list[str]:
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     return [
         f"{work['model']}: {work['architecture']}, {work['parameters'] / 1e6:.1f}M parameters; "
-        f"{work['prompt_tokens']} prompt + {work['new_tokens']} new tokens, batch {work['batch']}, {work['rounds']} rounds; medians [95% interval]",
+        f"{work['prompt_tokens']} prompt + {work['new_tokens']} new tokens, batch {work['batch']}, "
+        f"{work['rounds']} rounds; medians [95% interval]",
         f"{environment['cpu']}, {environment['threads']} of {environment['cores']} cores, "
         f"{_bytes(environment['memory_bytes'])}, GPU: {environment['gpu']}; {packages}",
         f"price: ${price['usd_per_hour']:g}/hour, {price['machine']} ({price['source']})",
