@@ -45,6 +45,8 @@ class Prepared:
         import_s: Seconds spent importing the route's own packages.
         compile_s: Seconds from graph construction to a callable model (0 for eager routes).
         compile_cold: Whether anything was compiled; ``False`` means the artefact cache answered.
+        cold_compile_s: Seconds the compilation took when it was cold, now or on ``cold_date``; ``None`` if unknown.
+        cold_date: ISO date of that compilation.
         artefact_bytes: Size on disk of what was compiled for this model.
         notes: Short facts to print (mode of the compiler and the like).
     """
@@ -53,6 +55,8 @@ class Prepared:
     import_s: float
     compile_s: float
     compile_cold: bool
+    cold_compile_s: float | None = None
+    cold_date: str | None = None
     artefact_bytes: int = 0
     notes: tuple[str, ...] = ()
 

@@ -1,0 +1,84 @@
+"""The whole decoder as one MAX graph of our Mojo ops: prefill, decode and scoring at any length, one compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, TensorType, TensorValue, Weight
+
+from shipway.graphs import ops
+from shipway.model.config import ModelConfig
+
+
+def build_decoder(config: ModelConfig, dtype: str, weights: str, extension: Path, device: DeviceRef) -> Graph:
+    """Builds the graph.
+
+    Inputs: ``tokens [T]`` int32, ``offsets [B + 1]`` int32, ``start [B]`` int32, ``rows [R]`` int32 (which tokens get
+    logits), the RoPE table f32 ``[positions, rotary_dim]``, the KV cache
+    ``[slots, layers, 2, capacity, kv_heads, head_dim]`` (written in place). Outputs: logits f32 ``[R, vocab_size]``,
+    greedy ids int32 ``[R]``. Weights are external, by their Hugging Face names: matrices in the format ``weights``,
+    norm weights and biases f32.
+
+    Args:
+        config: The architecture.
+        dtype: Activations and KV cache, ``"f32"`` or ``"bf16"``. The residual stream is f32 in both.
+        weights: Storage format of the matrices, ``"f32"``, ``"bf16"`` or ``"f16"``.
+        extension: The precompiled kernels.
+        device: Where it runs.
+    """
+    act, matrix = ops.DTYPES[dtype], ops.DTYPES[weights]
+    index = DType.int32
+    inputs = [
+        TensorType(index, ["tokens"], device),
+        TensorType(index, ["offsets"], device),
+        TensorType(index, ["batch"], device),
+        TensorType(index, ["rows"], device),
+        TensorType(DType.float32, ["positions", config.rope.rotary_dim], device),
+        BufferType(
+            act,
+            ["slots", config.num_hidden_layers, 2, "capacity", config.num_key_value_heads, config.head_dim],
+            device,
+        ),
+    ]
+    shapes = config.tensor_shapes()
+    with Graph("decoder", input_types=inputs, custom_extensions=[extension]) as graph:
+
+        def weight(name: str) -> TensorValue:
+            shape = shapes[name]
+            # Alignment 1: a memory-mapped tensor starts wherever its file puts it.
+            return graph.add_weight(Weight(name, matrix if len(shape) == 2 else DType.float32, shape, device, align=1))
+
+        tokens, offsets, start, rows, table = (value.tensor for value in graph.inputs[:5])
+        cache = graph.inputs[5].buffer
+        embed = weight("model.embed_tokens.weight")
+        x = ops.embedding(tokens, embed)
+        for layer in range(config.num_hidden_layers):
+            at = f"model.layers.{layer}."
+            attn = at + "self_attn."
+            q = ops.qkv_rope_append(
+                ops.rms_norm(x, weight(at + "input_layernorm.weight"), config.rms_norm_eps, act),
+                (weight(attn + "q_proj.weight"), weight(attn + "k_proj.weight"), weight(attn + "v_proj.weight")),
+                (weight(attn + "q_proj.bias"), weight(attn + "k_proj.bias"), weight(attn + "v_proj.bias"))
+                if config.qkv_bias
+                else None,
+                (weight(attn + "q_norm.weight"), weight(attn + "k_norm.weight")) if config.qk_norm else None,
+                config.rms_norm_eps,
+                table,
+                cache,
+                offsets,
+                start,
+                layer,
+                config.head_dim,
+            )
+            scale = config.head_dim**-0.5
+            y = ops.attention(q, cache, offsets, start, layer, scale, config.sliding_window[layer] or 0)
+            y = y.reshape((y.shape[0], config.num_attention_heads * config.head_dim))
+            x = ops.linear_residual(y, weight(attn + "o_proj.weight"), x)
+            h = ops.rms_norm(x, weight(at + "post_attention_layernorm.weight"), config.rms_norm_eps, act)
+            h = ops.gate_up_silu(h, weight(at + "mlp.gate_proj.weight"), weight(at + "mlp.up_proj.weight"))
+            x = ops.linear_residual(h, weight(at + "mlp.down_proj.weight"), x)
+        head = embed if config.tie_word_embeddings else weight("lm_head.weight")
+        logits = ops.lm_head(ops.rms_norm(x, weight("model.norm.weight"), config.rms_norm_eps, act), head, rows)
+        graph.output(logits, ops.greedy(logits))
+    return graph

@@ -1,0 +1,126 @@
+"""One function per op: the Mojo op of the same name, called inside a MAX graph.
+
+Shapes: T tokens of a ragged batch of B sequences, ``offsets [B + 1]`` their first rows, ``start [B]`` the tokens
+already in the KV cache ``[slots, layers, 2, capacity, kv_heads, head_dim]``. ``act`` is the activation dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from max.dtype import DType
+from max.graph import BufferValue, DeviceRef, TensorType, TensorValue, Value, ops
+
+DTYPES = {"f32": DType.float32, "bf16": DType.bfloat16, "f16": DType.float16}
+
+
+def _call(
+    name: str, values: Sequence[Value], dtype: DType, shape: Sequence[object], **parameters: bool | int
+) -> TensorValue:
+    device = values[0].device
+    types = [TensorType(dtype, shape, device)]
+    call = ops.inplace_custom if any(isinstance(v, BufferValue) for v in values) else ops.custom
+    return call(name, device=device, values=list(values), out_types=types, parameters=parameters or None)[0].tensor
+
+
+def scalar(value: float, dtype: DType) -> TensorValue:
+    """A host constant: ops take their scalars from the CPU on every device."""
+    return ops.constant(value, dtype, device=DeviceRef.CPU())
+
+
+def embedding(ids: TensorValue, table: TensorValue) -> TensorValue:
+    """``table[ids]``: ids ``[T]``, table ``[V, K]`` -> f32 ``[T, K]``."""
+    return _call("embedding", [ids, table], DType.float32, [ids.shape[0], table.shape[1]])
+
+
+def rms_norm(x: TensorValue, weight: TensorValue, eps: float | TensorValue, act: DType) -> TensorValue:
+    """RMSNorm of f32 x ``[T, K]`` with f32 weight ``[K]`` -> act ``[T, K]``."""
+    eps = scalar(eps, DType.float32) if isinstance(eps, float) else eps
+    return _call("rms_norm", [x, weight, eps], act, x.shape)
+
+
+def qkv_rope_append(
+    x: TensorValue,
+    weights: tuple[TensorValue, TensorValue, TensorValue],
+    biases: tuple[TensorValue, TensorValue, TensorValue] | None,
+    norms: tuple[TensorValue, TensorValue] | None,
+    eps: float | TensorValue,
+    table: TensorValue,
+    cache: BufferValue,
+    offsets: TensorValue,
+    start: TensorValue,
+    layer: int | TensorValue,
+    head_dim: int,
+) -> TensorValue:
+    """Projects act x ``[T, K]`` by wq, wk, wv ``[heads * head_dim, K]``, adds f32 biases, norms q and k heads by f32
+    ``[head_dim]``, rotates by ``table [positions, rotary_dim]``, writes k and v into the cache.
+
+    Returns:
+        q ``[T, heads, head_dim]`` in the cache's dtype.
+    """
+    unused = ops.constant(np.zeros(1, np.float32), DType.float32, device=x.device)
+    eps = scalar(eps, DType.float32) if isinstance(eps, float) else eps
+    layer = scalar(layer, DType.int32) if isinstance(layer, int) else layer
+    heads = weights[0].shape[0] // head_dim
+    return _call(
+        "qkv_rope_append",
+        [cache, x, *weights, *(biases or (unused,) * 3), *(norms or (unused,) * 2), eps, table, offsets, start, layer],
+        cache.dtype,
+        [x.shape[0], heads, head_dim],
+        head_dim=head_dim,
+        has_bias=biases is not None,
+        has_norm=norms is not None,
+    )
+
+
+def attention(
+    q: TensorValue,
+    cache: BufferValue,
+    offsets: TensorValue,
+    start: TensorValue,
+    layer: int | TensorValue,
+    scale: float | TensorValue,
+    window: int | TensorValue,
+) -> TensorValue:
+    """Causal attention of q ``[T, heads, head_dim]`` over the cache, which already holds these tokens' k and v.
+
+    Sequences with one new token run the ``attention_decode`` kernel, longer ones ``attention_prefill``. ``window`` is
+    the number of last keys a row sees, itself included; 0 for all.
+    """
+    layer = scalar(layer, DType.int32) if isinstance(layer, int) else layer
+    scale = scalar(scale, DType.float32) if isinstance(scale, float) else scale
+    window = scalar(window, DType.int32) if isinstance(window, int) else window
+    return _call(
+        "attention", [cache, q, offsets, start, layer, scale, window], q.dtype, q.shape, head_dim=int(q.shape[2])
+    )
+
+
+def linear(x: TensorValue, w: TensorValue) -> TensorValue:
+    """act x ``[T, K]`` @ w ``[N, K]``^T -> f32 ``[T, N]``."""
+    return _call("linear", [x, w], DType.float32, [x.shape[0], w.shape[0]])
+
+
+def linear_residual(x: TensorValue, w: TensorValue, residual: TensorValue) -> TensorValue:
+    """f32 residual ``[T, N]`` + act x ``[T, K]`` @ w ``[N, K]``^T -> f32 ``[T, N]``."""
+    return _call("linear_residual", [x, w, residual], DType.float32, residual.shape)
+
+
+def gate_up_silu(x: TensorValue, gate: TensorValue, up: TensorValue) -> TensorValue:
+    """silu(x @ gate^T) * (x @ up^T): act x ``[T, K]``, matrices ``[N, K]`` -> act ``[T, N]``."""
+    return _call("gate_up_silu", [x, gate, up], x.dtype, [x.shape[0], gate.shape[0]])
+
+
+def lm_head(x: TensorValue, w: TensorValue, rows: TensorValue) -> TensorValue:
+    """act x ``[T, K]``, its ``rows [R]`` only, @ w ``[V, K]``^T -> f32 logits ``[R, V]``."""
+    return _call("lm_head", [x, w, rows], DType.float32, [rows.shape[0], w.shape[0]])
+
+
+def greedy(logits: TensorValue) -> TensorValue:
+    """Index of the largest of f32 logits ``[R, V]`` -> int32 ``[R]``."""
+    return _call("greedy", [logits], DType.int32, [logits.shape[0]])
+
+
+def probe_read(x: TensorValue) -> TensorValue:
+    """Reads f32 x ``[n]`` once on all workers -> its sum ``[1]``."""
+    return _call("probe_read", [x], DType.float32, [1])

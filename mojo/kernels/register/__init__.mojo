@@ -1,0 +1,1 @@
+"""The kernels as MAX graph ops: shapes checked, tiles forked over workers."""

@@ -1,0 +1,52 @@
+"""Op `rms_norm`."""
+from max.algorithm import sync_parallelize
+from max.gpu.host import DeviceContext
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from kernels.dot_tile import F32
+from kernels.rms_norm import rms_norm_row
+from kernels.workers import first_tile, worker_count
+
+
+@extensibility.register("rms_norm")
+struct RMSNorm:
+    """Computes out[T, K] = x / sqrt(mean(x^2) + eps) * weight."""
+
+    @staticmethod
+    def execute[
+        ot: DType, //, target: StaticString
+    ](
+        output: OutputTensor[dtype=ot, rank=2, ...],
+        x: InputTensor[dtype=F32, rank=2, ...],
+        weight: InputTensor[dtype=F32, rank=1, ...],
+        eps: Float32,
+        ctx: DeviceContext,
+    ) raises:
+        var rows = x.dim_size(0)
+        var n = x.dim_size(1)
+        if weight.dim_size(0) != n:
+            raise Error(
+                "rms_norm: weight has ",
+                weight.dim_size(0),
+                " elements, rows have ",
+                n,
+            )
+        var out = output.unsafe_ptr()
+        var xp = x.unsafe_ptr()
+        var wp = weight.unsafe_ptr()
+        var workers = worker_count(rows, rows * n)
+
+        def share(worker: Int) {imm}:
+            for r in range(
+                first_tile(worker, workers, rows),
+                first_tile(worker + 1, workers, rows),
+            ):
+                rms_norm_row(
+                    out.unsafe_offset(r * n),
+                    xp.unsafe_offset(r * n),
+                    wp,
+                    n,
+                    eps,
+                )
+
+        sync_parallelize(share, workers)

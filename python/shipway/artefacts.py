@@ -1,0 +1,95 @@
+"""Compiled artefacts kept between runs: one directory per key, written atomically under a lock.
+
+A key names everything a compiled artefact depends on; two processes that need the same one compile it once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shipway.errors import ShipwayError
+from shipway.model.resolve import cache_dir
+
+_RECORD = "artefact.json"
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A compiled artefact on disk.
+
+    Attributes:
+        path: Its directory.
+        cold: Whether this call compiled it.
+        compile_s: Seconds its compilation took, in this call or when it was made.
+        made: When it was made, ISO 8601 date.
+        size: Bytes of its files.
+    """
+
+    path: Path
+    cold: bool
+    compile_s: float
+    made: str
+    size: int
+
+
+def cpu_target() -> str:
+    """Machine architecture and a hash of the CPU's feature flags: code for one CPU may crash on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()}-{platform.processor()}"
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+def artefact(kind: str, parts: dict[str, object], build: Callable[[Path], None]) -> Artefact:
+    """Returns the artefact of these parts, building it when there is none.
+
+    Args:
+        kind: Sub-directory of the store, such as ``"mojo-graph"``.
+        parts: Everything the artefact depends on; the hash of its JSON is the key.
+        build: Writes the artefact's files into the empty directory it is given.
+
+    Raises:
+        ShipwayError: The cache cannot be written.
+    """
+    text = json.dumps(parts, sort_keys=True, default=str)
+    path = cache_dir() / "artefacts" / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if (path / _RECORD).exists():
+        return _read(path, cold=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (path / _RECORD).exists():
+                return _read(path, cold=False)
+            partial = path.with_suffix(f".{os.getpid()}")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                started = time.perf_counter()
+                build(partial)
+                record = {"compile_s": time.perf_counter() - started, "made": time.strftime("%Y-%m-%d"), "parts": parts}
+                (partial / _RECORD).write_text(json.dumps(record, indent=1, default=str))
+                shutil.rmtree(path, ignore_errors=True)  # half an artefact without a record
+                partial.rename(path)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ShipwayError(f"cannot write compiled artefacts under {path.parent}: {error.strerror}") from error
+    return _read(path, cold=True)
+
+
+def _read(path: Path, cold: bool) -> Artefact:
+    record = json.loads((path / _RECORD).read_text())
+    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return Artefact(path, cold, record["compile_s"], record["made"], size)

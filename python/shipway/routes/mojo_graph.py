@@ -1,0 +1,156 @@
+"""Route ``mojo-graph``: our Mojo kernels, composed by ``shipway.graphs`` into one MAX graph."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from shipway.artefacts import artefact, cpu_target
+from shipway.errors import ShipwayError
+from shipway.model.checkpoint import Checkpoint, open_checkpoint
+from shipway.model.rope import rope_table
+from shipway.routes.route import Prepared, RunSpec
+
+
+class MojoGraph:
+    """One compiled graph, one KV cache, external weights."""
+
+    def prepare(self, spec: RunSpec) -> Prepared:
+        """Compiles the graph, or takes it from the artefact cache, and binds the memory-mapped weights.
+
+        Raises:
+            ShipwayError: The checkpoint is not usable, or the kernels do not compile.
+        """
+        started = time.perf_counter()
+        from max.driver import CPU, Buffer
+        from max.engine import InferenceSession
+
+        from shipway.graphs.extension import source_hash
+
+        imported = time.perf_counter()
+        checkpoint = open_checkpoint(spec.model)
+        config = checkpoint.config
+        self._weights = _weights(checkpoint, spec.weights)  # the model reads these buffers in place
+        loaded = time.perf_counter()
+
+        session = InferenceSession(devices=[CPU()])
+
+        def build(directory: Path) -> None:
+            from max.graph import DeviceRef
+
+            from shipway.graphs.decoder import build_decoder
+            from shipway.graphs.extension import kernels_extension
+
+            graph = build_decoder(config, spec.dtype, spec.weights, kernels_extension(), DeviceRef.CPU())
+            session.compile(graph).export_mef(directory / "decoder.mef")
+
+        shape = {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")}
+        parts = {
+            "sources": source_hash(),
+            "config": shape,
+            "dtype": spec.dtype,
+            "weights": spec.weights,
+            "target": cpu_target(),
+            "max": version("max"),
+        }
+        made = artefact("mojo-graph", parts, build)
+        self._model = session.init(session.compile(made.path / "decoder.mef"), weights_registry=self._weights)
+        compiled = time.perf_counter()
+
+        self._spec, self._config = spec, config
+        cache = (
+            spec.max_batch,
+            config.num_hidden_layers,
+            2,
+            spec.max_context,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self._cache = _buffer(np.zeros(cache, np.uint16 if spec.dtype == "bf16" else np.float32), spec.dtype)
+        self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
+        self.reset()
+        return Prepared(
+            load_s=loaded - imported,
+            import_s=imported - started,
+            compile_s=compiled - loaded,
+            compile_cold=made.cold,
+            cold_compile_s=made.compile_s,
+            cold_date=made.made,
+            artefact_bytes=made.size,
+        )
+
+    def prefill(self, tokens: np.ndarray) -> np.ndarray:
+        """Appends ``tokens [B, S]`` to the KV cache; returns the greedy next ids ``[B]``."""
+        batch, length = tokens.shape
+        last = np.arange(1, batch + 1, dtype=np.int32) * length - 1
+        return self._step(tokens, last)
+
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        """Appends one token per sequence, ``[B]``; returns the greedy next ids ``[B]``."""
+        return self._step(tokens.reshape(-1, 1), np.arange(len(tokens), dtype=np.int32))
+
+    def logits(self) -> np.ndarray:
+        """Logits ``[B, vocab_size]`` of the last prefill or decode."""
+        return self._logits
+
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        """Teacher-forced logits ``[S, vocab_size]`` of ``tokens [S]``, from an empty cache; leaves it empty."""
+        self.reset()
+        self._step(tokens.reshape(1, -1), np.arange(len(tokens), dtype=np.int32))
+        self.reset()
+        return self._logits
+
+    def reset(self) -> None:
+        """Forgets every sequence."""
+        self._length = 0
+
+    def close(self) -> None:
+        """Drops the model, the cache and the weights."""
+        del self._model, self._cache, self._weights
+
+    def _step(self, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Runs the graph on ``tokens [B, S]``, all sequences at the same length; logits of the token rows ``rows``."""
+        batch, new = tokens.shape
+        if batch > self._spec.max_batch:
+            raise ShipwayError(f"{batch} sequences do not fit a cache made for {self._spec.max_batch}")
+        if self._length + new > self._spec.max_context:
+            raise ShipwayError(
+                f"context overflow: {self._length} tokens in the cache and {new} new ones exceed its "
+                f"{self._spec.max_context}"
+            )
+        ids = tokens.reshape(-1).astype(np.int32)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
+            raise ShipwayError(f"token ids must be in 0..{self._config.vocab_size - 1}")
+        logits, chosen = self._model.execute(
+            ids,
+            np.arange(batch + 1, dtype=np.int32) * new,
+            np.full(batch, self._length, np.int32),
+            rows,
+            self._table,
+            self._cache,
+        )
+        self._length += new
+        self._logits = logits.to_numpy()
+        return chosen.to_numpy()
+
+
+def _buffer(array: np.ndarray, format: str):  # type: ignore[no-untyped-def]  # max is imported lazily
+    """Wraps an array as a MAX buffer without copying; bf16 arrives as its bits."""
+    from max.driver import Buffer
+    from max.dtype import DType
+
+    buffer = Buffer.from_numpy(array)
+    return buffer.view(DType.bfloat16) if format == "bf16" else buffer
+
+
+def _weights(checkpoint: Checkpoint, format: str) -> dict[str, object]:
+    """Every weight as a MAX buffer: matrices in ``format``, norm weights and biases in f32."""
+    return {
+        name: _buffer(weight.dequantise(kept), kept)
+        for name, weight in checkpoint.weights.items()
+        for kept in (format if len(weight.shape) == 2 else "f32",)
+    }
