@@ -73,7 +73,7 @@ def clean_environment(cache: Path | None) -> dict[str, str]:
     env["PATH"] = os.pathsep.join(entry for entry in env["PATH"].split(os.pathsep) if entry != inside)
     env["SHIPWAY_NO_PIXI"] = "1"
     if cache is not None:
-        env |= {"SHIPWAY_CACHE": str(cache / "shipway"), "MODULAR_CACHE_DIR": str(cache / "modular")}
+        env["SHIPWAY_CACHE"] = str(cache)
     return env
 
 

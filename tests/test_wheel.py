@@ -71,9 +71,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(python: Path, *arguments: str, **added: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return subprocess.run([python, *arguments], cwd=python.parent, env=env, capture_output=True, text=True)
+    return subprocess.run([python, *arguments], cwd=python.parent, env=env | added, capture_output=True, text=True)
 
 
 def test_wheel_holds_modules_kernels_and_data(wheel: Path) -> None:
@@ -116,3 +116,13 @@ def test_command_of_the_wheel_lists_its_routes(python: Path) -> None:
     done = run(python, str(python.parent / "shipway"), "routes")
     assert done.returncode == 0, done.stderr
     assert "mojo-graph" in done.stdout
+
+
+def test_kernels_of_the_wheel_compile(python: Path, tmp_path: Path) -> None:
+    code = "from shipway.graphs.extension import KERNELS, kernels_extension\nprint(KERNELS)\nprint(kernels_extension())"
+    done = run(python, "-c", code, SHIPWAY_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    kernels, package = map(Path, done.stdout.splitlines())
+    assert kernels.is_relative_to(python.parent.parent)
+    assert package.is_relative_to(tmp_path)
+    assert package.stat().st_size > 0
