@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
@@ -190,7 +191,7 @@ def _run(models: Mapping[str, Model], name: str, dtype: str, head_dim: int, argu
             raise ValueError(f"{name}: biases come all three or not at all, q and k norms both or not at all")
     _check_values(name, given, sizes)
     result = models[_graph_name(name, bias, norm)].execute(*inputs)[0]
-    return torch.from_dlpack(result)
+    return from_dlpack(result)
 
 
 def _scalar(name: str, key: str, value: Any, kind: type) -> Buffer:

@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def cpu_target() -> str:
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
 
 
-def artefact(kind: str, parts: dict[str, object], build: Callable[[Path], None]) -> Artefact:
+def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], None]) -> Artefact:
     """Returns the artefact of these parts, building it when there is none.
 
     Args:
