@@ -130,4 +130,5 @@ def _bpe(tokens: list[str], merges: list[Any], **options: Any) -> BPE:
     try:
         return BPE({token: i for i, token in enumerate(tokens)}, merges, **options)
     except Exception as problem:  # the library raises bare Exception for a merge of unknown tokens
-        raise ShipwayError(f"the tokenizer's vocabulary and merges do not fit together: {problem}") from None
+        reason = str(problem).splitlines()[0]
+        raise ShipwayError(f"the tokenizer's vocabulary and merges do not fit together: {reason}") from None

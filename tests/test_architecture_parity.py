@@ -1,0 +1,185 @@
+"""Every route computes what transformers computes, on every architecture, in float32.
+
+One route is prepared once per checkpoint and serves all checks, because preparing may compile.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_checkpoints
+from shipway.errors import ShipwayError
+from shipway.routes.catalogue import ROUTES
+from shipway.routes.route import Route, RunSpec
+
+# Float32 sums in another order: a few roundings, relative to the largest logit.
+TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Served:
+    route: Route
+    expected: Callable[[np.ndarray], np.ndarray]  # tokens [B, S] -> logits [B, S, vocab]
+    vocab_size: int
+
+    def tokens(self, *shape: int) -> np.ndarray:
+        return np.random.default_rng(sum(shape)).integers(3, self.vocab_size, shape, dtype=np.int32)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_checkpoints.make(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+def prepare(path: Path, route: str, dtype: str = "f32") -> Route:
+    module, factory = ROUTES[route].factory.split(":")
+    made: Route = getattr(import_module(module), factory)()
+    made.prepare(RunSpec(str(path), dtype, dtype, threads=1, max_context=tiny_checkpoints.CONTEXT, max_batch=2))
+    return made
+
+
+def transformers_logits(path: Path) -> Callable[[np.ndarray], np.ndarray]:
+    model = tiny_checkpoints.reference(path)
+
+    def logits(tokens: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+    return logits
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
+    assert got.shape == expected.shape
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+
+
+@pytest.fixture(
+    scope="module", params=[(name, route) for route in ROUTES for name in tiny_checkpoints.SPECS], ids="-".join
+)
+def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[Served]:
+    name, route = request.param
+    reason = ROUTES[route].why_not("f32", "f32", "cpu")
+    if reason:
+        pytest.skip(f"{route} {reason}")
+    path = checkpoint(name)
+    made = prepare(path, route)
+    yield Served(made, transformers_logits(path), tiny_checkpoints.SPECS[name]["vocab_size"])
+    made.close()
+
+
+@pytest.mark.parametrize("length", [1, 7, 33])
+def test_prefill_gives_the_logits_of_the_last_token(served: Served, length: int) -> None:
+    tokens = served.tokens(1, length)
+    served.route.reset()
+    chosen = served.route.prefill(tokens)
+    expected = served.expected(tokens)[:, -1]
+    assert_close(served.route.logits(), expected)
+    np.testing.assert_array_equal(chosen, expected.argmax(-1))
+
+
+def test_decode_continues_the_prompt(served: Served) -> None:
+    tokens = served.tokens(1, 27)
+    expected = served.expected(tokens)
+    served.route.reset()
+    served.route.prefill(tokens[:, :7])
+    for position in range(7, tokens.shape[1]):
+        chosen = served.route.decode(tokens[:, position])
+        assert_close(served.route.logits(), expected[:, position])
+        np.testing.assert_array_equal(chosen, expected[:, position].argmax(-1))
+
+
+def test_a_second_prefill_attends_to_the_first(served: Served) -> None:
+    tokens = served.tokens(1, 21)
+    served.route.reset()
+    served.route.prefill(tokens[:, :8])
+    served.route.prefill(tokens[:, 8:])
+    assert_close(served.route.logits(), served.expected(tokens)[:, -1])
+
+
+def test_a_batch_of_two_keeps_its_sequences_apart(served: Served) -> None:
+    tokens = served.tokens(2, 13)
+    expected = served.expected(tokens)
+    served.route.reset()
+    served.route.prefill(tokens[:, :11])
+    assert_close(served.route.logits(), expected[:, 10])
+    for position in (11, 12):
+        served.route.decode(tokens[:, position])
+        assert_close(served.route.logits(), expected[:, position])
+
+
+def test_score_gives_every_position_and_leaves_the_cache_empty(served: Served) -> None:
+    tokens = served.tokens(1, 33)
+    served.route.reset()
+    served.route.prefill(served.tokens(1, 5))
+    assert_close(served.route.score(tokens[0]), served.expected(tokens)[0])
+    served.route.prefill(tokens[:, :9])
+    assert_close(served.route.logits(), served.expected(tokens[:, :9])[:, -1])
+
+
+def test_a_full_context_refuses_one_more_token_with_numbers(served: Served) -> None:
+    served.route.reset()
+    served.route.prefill(served.tokens(1, tiny_checkpoints.CONTEXT))
+    with pytest.raises(ShipwayError, match=str(tiny_checkpoints.CONTEXT)):
+        served.route.decode(np.zeros(1, np.int32))
+    served.route.reset()
+    with pytest.raises(ShipwayError, match=str(tiny_checkpoints.CONTEXT + 1)):
+        served.route.prefill(served.tokens(1, tiny_checkpoints.CONTEXT + 1))
+
+
+def test_a_token_outside_the_vocabulary_is_refused(served: Served) -> None:
+    served.route.reset()
+    with pytest.raises(ShipwayError, match=str(served.vocab_size - 1)):
+        served.route.prefill(np.array([[served.vocab_size]], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama3", {"rope_scaling": None}),
+        ("llama-linear", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("llama-yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("llama2", {"rms_norm_eps": 0.5}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 9}),
+        ("qwen2", {"max_window_layers": 2, "layer_types": None}),
+    ],
+)
+def test_parity_notices_a_setting_that_is_ignored(
+    name: str, changes: dict[str, object], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The checks above can fail: a checkpoint whose setting is taken away is far outside the tolerance."""
+    altered = shutil.copytree(checkpoint(name), tmp_path / name)
+    config = json.loads((altered / "config.json").read_text())
+    (altered / "config.json").write_text(json.dumps(config | changes))
+    tokens = np.arange(3, 36, dtype=np.int32)
+    expected = transformers_logits(checkpoint(name))(tokens[None])[0]
+    error = np.abs(prepare(altered, "torch-eager").score(tokens) - expected).max() / np.abs(expected).max()
+    assert error > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2", "qwen3"])
+def test_bf16_baseline_errs_no_more_than_transformers_in_bf16(name: str, checkpoint: Callable[[str], Path]) -> None:
+    tokens = np.arange(3, 60, dtype=np.int32)
+    expected = transformers_logits(checkpoint(name))(tokens[None])[0]
+    model = tiny_checkpoints.reference(checkpoint(name)).bfloat16()
+    with torch.inference_mode():
+        base = model(torch.from_numpy(tokens[None].astype(np.int64))).logits[0].float().numpy()
+    got = prepare(checkpoint(name), "torch-eager", "bf16").score(tokens)
+    assert np.sqrt(np.mean((got - expected) ** 2)) <= 1.25 * np.sqrt(np.mean((base - expected) ** 2))
