@@ -116,3 +116,23 @@ class Affinity(Good):
 
     def variables(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith(("MODULAR_", "SHIPWAY_", "OMP_"))}
+
+
+class Wanders(Good):
+    """Leaves the way of :class:`Good` at its third token, by a margin of 0.5."""
+
+    def prefill(self, tokens: np.ndarray) -> np.ndarray:
+        self._count = 0
+        return super().prefill(tokens)
+
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        self._count += 1
+        usual = super().decode(tokens)
+        if self._count == 2:
+            self._last = (usual + 1) % VOCAB
+        return self._last
+
+    def logits(self) -> np.ndarray:
+        logits = super().logits()
+        logits[np.arange(len(self._last)), (self._last - 1) % VOCAB] = 4.5
+        return logits

@@ -48,15 +48,14 @@ def new_log(name: str) -> Path:
     return path
 
 
-def _worker_environment(threads: int, cache: Path) -> dict[str, str]:
+def _worker_environment(threads: int) -> dict[str, str]:
     package_parent = str(Path(__file__).resolve().parent.parent)
     search_path = [package_parent, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(search_path),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
-        "SHIPWAY_CACHE": str(cache),
-        "MODULAR_CACHE_DIR": str(cache / "modular"),
+        "MODULAR_CACHE_DIR": str(cache_dir() / "modular"),
         "MODULAR_TELEMETRY_ENABLED": "false",
         "MODULAR_CRASH_REPORTING_ENABLED": "false",
     }
@@ -65,15 +64,12 @@ def _worker_environment(threads: int, cache: Path) -> dict[str, str]:
 class Worker:
     """A route in a process of its own. Use it as a context manager, or call :meth:`close`."""
 
-    def __init__(
-        self, info: RouteInfo, threads: int, cache: Path | None = None, timeout_s: float = CALL_TIMEOUT_S
-    ) -> None:
+    def __init__(self, info: RouteInfo, threads: int, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Starts the process; nothing is loaded yet.
 
         Args:
             info: The route.
             threads: CPUs the process is bound to.
-            cache: Folder of compiled artefacts, by default Shipway's own; an empty one measures a cold compile.
             timeout_s: Seconds a call may take before the worker is killed.
 
         Raises:
@@ -97,7 +93,7 @@ class Worker:
                     stderr=log,
                     pass_fds=[theirs.fileno()],
                     process_group=0,
-                    env=_worker_environment(threads, cache or cache_dir()),
+                    env=_worker_environment(threads),
                 )
         finally:
             theirs.close()

@@ -6,9 +6,12 @@ Ctrl-C, 141 when the reader of the output went away.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -28,8 +31,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class _OutputGone(Exception):
+    """The reader of stdout closed it; Typer would turn a BrokenPipeError into exit code 1."""
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except BrokenPipeError as error:
+            raise _OutputGone from error
+
+    return run
+
+
 for command in (bench, generate, inspect, routes, doctor, report):
-    app.command()(command)
+    app.command()(_guarded(command))
 
 
 def _say(line: str) -> None:
@@ -65,7 +85,7 @@ def main() -> None:
     except KeyboardInterrupt:
         _say("interrupted")
         code = 130
-    except BrokenPipeError:
+    except (BrokenPipeError, _OutputGone):
         # What is still buffered has no reader: let the interpreter's own flush at exit go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141

@@ -144,9 +144,7 @@ class Benchmark:
             for contender in self._contenders:
                 with self._guard(contender):
                     if contender.runs:
-                        self._progress(f"{self._name(contender)}: one-time cost")
-                        self._make_room(contender, extra=contender.resident_bytes)
-                        contender.measure_other_start()
+                        self._start_warm(contender)
             probe = self._start_probe()
             for number in range(self._settings.rounds):
                 self._progress(f"round {number + 1} of {self._settings.rounds}")
@@ -185,8 +183,7 @@ class Benchmark:
             "status": "ok" if reason is None else "not run",
             "reason": reason,
             "verdict": None,
-            "cold": None,
-            "warm": None,
+            "starts": [],
             "install_bytes": install_bytes(info.requires) if reason is None else None,
             "peak_memory_bytes": None,
             "decode_bytes": 0.0,
@@ -264,6 +261,13 @@ class Benchmark:
                 for prompt in self._sweep.values():
                     contender.entry["sweep"].append(contender.time_run(prompt, SWEEP_NEW_TOKENS, number, position))
             self._park(contender)
+
+    def _start_warm(self, contender: Contender) -> None:
+        """Starts a route that compiled in its first start once more, to see what a start costs from then on."""
+        if contender.entry["starts"][0]["compile_cold"]:
+            self._progress(f"{self._name(contender)}: start with a full cache")
+            self._make_room(contender, extra=contender.resident_bytes)
+            contender.start_again()
 
     def _park(self, contender: Contender) -> None:
         """Stops a worker that may run again, ends one that has failed."""

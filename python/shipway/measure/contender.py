@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
 from shipway.client import Worker
-from shipway.measure.result import Entry, OneTime, Sample
+from shipway.measure.result import Entry, Sample, Start
 from shipway.routes.route import RouteInfo, RunSpec
 
 _WARM_UP_TOKENS = 8
@@ -48,9 +46,8 @@ class Contender:
 
     def start(self, prompts: list[list[int]]) -> None:
         """Loads the route, takes its verdict in this very process, and warms up on ``prompts`` if it holds."""
-        self.worker, started = self._launch(None)
-        if self.entry["warm"] is None:
-            self.entry["cold" if started["compile_cold"] else "warm"] = started
+        self.worker, started = self._launch()
+        self.entry["starts"] = self.entry["starts"] or [started]
         verdict = self.judge(self.worker.call("score", tokens=self.verdict_tokens))
         self.entry["verdict"] = verdict
         if not verdict["ok"]:
@@ -61,21 +58,11 @@ class Contender:
             self.worker.call("run", tokens=[prompt], new_tokens=_WARM_UP_TOKENS)
         self._measure_memory()
 
-    def measure_other_start(self) -> None:
-        """Starts the route once more for the one-time cost that the first start did not show.
-
-        An artefact that was in the cache is compiled again in an empty one; one that was just compiled is loaded again.
-        A route that compiles nothing has one kind of start.
-        """
-        if self.info.rung == "eager":
-            self.entry["cold"] = self.entry["warm"]
-        elif self.entry["cold"] is not None:
-            second, self.entry["warm"] = self._launch(None)
-            second.close()
-        else:
-            with tempfile.TemporaryDirectory(prefix="shipway-cold-") as empty:
-                second, self.entry["cold"] = self._launch(Path(empty))
-                second.close()
+    def start_again(self) -> None:
+        """Starts and ends a second worker beside the one in use, for the one-time cost alone."""
+        second, started = self._launch()
+        second.close()
+        self.entry["starts"].append(started)
 
     def time_run(self, prompt: list[int], new_tokens: int, round_number: int, position: int) -> Sample:
         """Times one prefill and ``new_tokens - 1`` decodes."""
@@ -102,14 +89,14 @@ class Contender:
         self.resident_bytes = memory["resident"]
         self.entry["peak_memory_bytes"] = max(memory["peak"], self.entry["peak_memory_bytes"] or 0)
 
-    def _launch(self, cache: Path | None) -> tuple[Worker, OneTime]:
+    def _launch(self) -> tuple[Worker, Start]:
         begin = perf_counter()
-        worker = Worker(self.info, self.spec.threads, cache, self.timeout_s)
+        worker = Worker(self.info, self.spec.threads, self.timeout_s)
         try:
             prepared = worker.prepare(self.spec)
         except BaseException:
             worker.close()
             raise
         fields = dataclasses.asdict(prepared) | {"notes": list(prepared.notes)}
-        started: OneTime = {"total_s": perf_counter() - begin, **fields}  # type: ignore[typeddict-item]
+        started: Start = {"total_s": perf_counter() - begin, **fields}  # type: ignore[typeddict-item]
         return worker, started

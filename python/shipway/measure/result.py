@@ -31,7 +31,7 @@ class ProbeSample(TypedDict):
     value: float
 
 
-class OneTime(TypedDict):
+class Start(TypedDict):
     """One start of a route: seconds from starting the process to a callable model, and the fields of ``Prepared``."""
 
     total_s: float
@@ -39,12 +39,18 @@ class OneTime(TypedDict):
     load_s: float
     compile_s: float
     compile_cold: bool
+    cold_compile_s: float | None
+    cold_date: str | None
     artefact_bytes: int
     notes: list[str]
 
 
 class Entry(TypedDict):
-    """One route in one dtype. ``status`` is ``ok``, ``fail`` (verdict), ``failed`` (broke) or ``not run``."""
+    """One route in one dtype.
+
+    ``status`` is ``ok``, ``fail`` (verdict), ``failed`` (broke) or ``not run``. ``starts`` holds the first start in
+    this run and, if that compiled anything, a second one that found it in the cache.
+    """
 
     route: str
     dtype: str
@@ -52,8 +58,7 @@ class Entry(TypedDict):
     status: str
     reason: str | None
     verdict: dict[str, Any] | None
-    cold: OneTime | None
-    warm: OneTime | None
+    starts: list[Start]
     install_bytes: int | None
     peak_memory_bytes: int | None
     decode_bytes: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TextIO
 
 from shipway.measure.probes import GEMM_BF16, GEMM_F32, READ
-from shipway.measure.result import Entry, OneTime, Result
+from shipway.measure.result import Entry, Result, Start
 from shipway.measure.stats import Estimate, estimate
 from shipway.report.decision import decide
 from shipway.report.lines import print_table
@@ -39,8 +39,13 @@ def _bytes(value: float | None) -> str:
     return f"{value / (1 << 30):.2f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.1f} MiB"
 
 
-def _seconds(start: OneTime | None) -> str:
-    return NONE if start is None else f"{start['total_s']:.1f}"
+def _cold(first: Start) -> str:
+    """Seconds of the compilation, with its date when it was not compiled in this run."""
+    if first["compile_cold"]:
+        return f"{first['compile_s']:.1f}"
+    if first["cold_compile_s"] is None:
+        return NONE
+    return f"{first['cold_compile_s']:.1f} ({first['cold_date']})"
 
 
 def _verdict(entry: Entry) -> str:
@@ -90,26 +95,27 @@ def _prefill_lines(rows: list[Row]) -> list[list[str]]:
 
 def _one_time_lines(rows: list[Row]) -> list[list[str]]:
     lines = [
-        ["route", "dtype", "cold start s", "warm start s", "of it compile s", "artefact", "install", "peak memory"]
+        [
+            "route",
+            "dtype",
+            "cold compile s",
+            "warm compile s",
+            "import s",
+            "load s",
+            "artefact",
+            "install",
+            "peak memory",
+        ]
     ]
     for row in rows:
         entry = row.entry
-        start = entry["cold"] or entry["warm"]
-        if start is None:
+        if not entry["starts"]:
             continue
-        compile_s = " / ".join(f"{one['compile_s']:.1f}" if one else NONE for one in (entry["cold"], entry["warm"]))
-        lines.append(
-            [
-                entry["route"],
-                entry["dtype"],
-                _seconds(entry["cold"]),
-                _seconds(entry["warm"]),
-                compile_s,
-                _bytes(start["artefact_bytes"]),
-                _bytes(entry["install_bytes"]),
-                _bytes(entry["peak_memory_bytes"]),
-            ]
-        )
+        last = entry["starts"][-1]
+        warm = NONE if last["compile_cold"] else f"{last['compile_s']:.1f}"
+        figures = [_cold(entry["starts"][0]), warm, f"{last['import_s']:.1f}", f"{last['load_s']:.1f}"]
+        sizes = [last["artefact_bytes"], entry["install_bytes"], entry["peak_memory_bytes"]]
+        lines.append([entry["route"], entry["dtype"], *figures, *map(_bytes, sizes)])
     return lines
 
 

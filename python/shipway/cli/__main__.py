@@ -1,0 +1,5 @@
+"""``python -m shipway.cli``: the same as the ``shipway`` script."""
+
+from shipway.cli.main import main
+
+main()
