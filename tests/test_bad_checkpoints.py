@@ -124,6 +124,10 @@ TOKENIZERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda d: (d / "tokenizer.json").unlink(), r"no tokenizer\.json"),
     "corrupt": (lambda d: truncate(d / "tokenizer.json", 99), r"tokenizer\.json cannot be read"),
     "settings corrupt": (lambda d: truncate(d / "tokenizer_config.json", 9), r"tokenizer_config\.json is not valid"),
+    "template is a number": (
+        lambda d: edit_json(d / "tokenizer_config.json", lambda t: t.update(chat_template=3)),
+        "chat_template must be a text",
+    ),
     "larger than the vocabulary": (
         lambda d: edit_json(
             d / "tokenizer.json",
@@ -186,6 +190,7 @@ GGUF: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown tensor type": (lambda p: patch_after(p, b"output_norm.weight", 12, b"\x63"), "unknown type 99"),
     "tensor renamed": (lambda p: patch_after(p, b"output_nor", 0, b"x"), r"lacks tensor model\.norm\.weight"),
     "tensor misshapen": (lambda p: patch_after(p, b"output_norm.weight", 4, b"\x20"), "has shape"),
+    "a billion layers": (lambda p: patch_after(p, b"llama.block_count", 4, b"\1\1\1\x7f"), "from 1 to 4096"),
     "more layers than tensors": (lambda p: patch_after(p, b"llama.block_count", 4, b"\x09"), "lacks tensor"),
 }
 

@@ -44,6 +44,9 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
     [
         ({"model_type": "gemma2"}, "gemma2"),
         ({"model_type": None}, "None"),
+        ({"model_type": ["llama"]}, "llama"),
+        ({"architectures": 1}, "architectures 1"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),

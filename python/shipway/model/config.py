@@ -26,6 +26,8 @@ ARCHITECTURES = {
 
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral is written as llama
 
+_MOST_LAYERS = 4096  # a damaged number must not make us list the tensors of a billion layers
+
 # What transformers assumes where config.json says nothing.
 _MAX_POSITIONS = {"llama": 2048, "mistral": 4096 * 32, "qwen2": 32768, "qwen3": 32768}
 _WINDOW, _MAX_WINDOW_LAYERS, _QWEN3_HEAD_DIM, _EPS = 4096, 28, 128, 1e-6
@@ -93,7 +95,7 @@ class ModelConfig:
         heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
         default_head_dim = _QWEN3_HEAD_DIM if architecture == "qwen3" else hidden // heads
         head_dim = _positive(config, "head_dim", default_head_dim)
-        layers = _positive(config, "num_hidden_layers")
+        layers = _positive(config, "num_hidden_layers", most=_MOST_LAYERS)
         max_positions = _positive(config, "max_position_embeddings", _MAX_POSITIONS[architecture])
         eps = config.get("rms_norm_eps", _EPS)
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or eps < 0:
@@ -142,7 +144,7 @@ class ModelConfig:
         embedding = file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ShipwayError("tensor token_embd.weight is missing or not a matrix")
-        layers = _positive(own, "block_count")
+        layers = _positive(own, "block_count", most=_MOST_LAYERS)
         window = own.get("attention.sliding_window") or None
         pattern = own.get("attention.sliding_window_pattern", [True] * layers)
         if not isinstance(pattern, list) or len(pattern) != layers:
@@ -214,12 +216,12 @@ def token_ids(value: Any, key: str) -> tuple[int, ...]:
 
 def _hf_architecture(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ShipwayError(f"model_type {model_type!r} is not supported: only {', '.join(ARCHITECTURES)}")
-    expected, named = ARCHITECTURES[model_type], config.get("architectures") or []
-    if named and expected not in named:
-        raise ShipwayError(f"architecture {named[0]!r} is not supported: {model_type} is served as {expected}")
-    return str(model_type)
+    expected, named = ARCHITECTURES[model_type], config.get("architectures")
+    if named and not (isinstance(named, list) and expected in named):
+        raise ShipwayError(f"architectures {named!r} is not supported: {model_type} is served as {expected}")
+    return model_type
 
 
 def _refuse_unsupported(architecture: str, config: Mapping[str, Any]) -> None:
@@ -298,7 +300,7 @@ def _gguf_rope(file: GgufFile, own: Mapping[str, Any], head_dim: int, max_positi
     )
 
 
-def _positive(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _positive(values: Mapping[str, Any], key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
     value = values.get(key)
     if value is None:
         value = default
@@ -308,8 +310,8 @@ def _positive(values: Mapping[str, Any], key: str, default: int | None = None) -
         value = value[0]  # GGUF may state a number once per layer
     if isinstance(value, list):
         raise ShipwayError(f"{key} differs between layers: not supported")
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ShipwayError(f"{key} must be a positive integer, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        raise ShipwayError(f"{key} must be an integer from 1 to {most}, not {value!r}")
     return value
 
 

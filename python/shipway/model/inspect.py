@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from shipway.errors import ShipwayError
 from shipway.model.checkpoint import Checkpoint, open_checkpoint
 
-_ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+_ACTIVATION_BYTES = {"f32": 4, "bf16": 2}
 
 
 class Server(Protocol):
@@ -67,7 +67,7 @@ def describe(path: str | Path, routes: Mapping[str, Server], context: int | None
                 "kv_cache_bytes": config.kv_cache_bytes(context, size),
                 "context": context,
             }
-            for dtype, size in _ITEM_BYTES.items()
+            for dtype, size in _ACTIVATION_BYTES.items()
         },
         "tokenizer": _tokenizer(checkpoint),
         "routes": {name: _served(route) for name, route in routes.items()},

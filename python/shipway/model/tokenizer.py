@@ -168,8 +168,12 @@ def _hf_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
         except (OSError, UnicodeDecodeError) as problem:
             raise ShipwayError(f"cannot read {file}: {problem}") from None
     template = settings.get("chat_template") or _optional_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    if isinstance(template, list):  # several, each with its name
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
+    if template is not None and not isinstance(template, str):
+        raise ShipwayError(f"{directory}: chat_template must be a text or a list of named texts, not {template!r}")
     return template
 
 
