@@ -10,7 +10,7 @@ from kernels.dot_tile import (
 
 comptime N_TILE = 16
 """Rows of the weight matrix in a tile."""
-comptime X_BYTES = 512 * 1024
+comptime X_BYTES = 192 * 1024
 """Activations a worker keeps in its L2 while the weights stream past."""
 comptime MAX_GEMV_ROWS = 4
 """Up to this many activation rows the weights are read in address order."""
@@ -18,8 +18,11 @@ comptime MAX_GEMV_ROWS = 4
 
 @always_inline
 def rows_per_tile(m: Int, row_bytes: Int) -> Int:
-    """Activation rows of a tile: a multiple of 4 that fits `X_BYTES`."""
-    return min(m, max(4, X_BYTES // max(row_bytes, 1) // 4 * 4))
+    """Activation rows of a tile, a multiple of 4: equal blocks of at most
+    `X_BYTES`, since a short last block would stream the weights for little."""
+    var most = max(4, X_BYTES // max(row_bytes, 1) // 4 * 4)
+    var blocks = max(1, ceildiv(m, most))
+    return max(4, ceildiv(ceildiv(m, blocks), 4) * 4)
 
 
 struct LinearTiles(ImplicitlyCopyable, Movable):

@@ -6,7 +6,7 @@ from kernels.kv_cache import ContiguousCache
 from kernels.linear import MAX_GEMV_ROWS
 from kernels.rms_norm import mean_square
 
-comptime TOKENS = 32
+comptime TOKENS = 64
 """Tokens of a tile: their projections wait in scratch for bias, norm, RoPE."""
 
 

@@ -16,6 +16,7 @@ ROUTES = {
             requires=("torch",),
             remedy="pip install torch==2.13.0",
             summary="plain PyTorch module, one launch per op: the baseline",
+            own_dtype_only=True,
         ),
         RouteInfo(
             name="mojo-graph",

@@ -98,6 +98,7 @@ class RouteInfo:
         devices: Device kinds, ``("cpu",)``.
         dtypes: Activation dtypes.
         weight_formats: Storage formats of the matrices.
+        own_dtype_only: The matrices are stored in the activation dtype, whatever :attr:`weight_formats` lists.
         requires: Importable top-level modules the route needs.
         remedy: The command that installs what :attr:`requires` names.
         summary: One line for ``shipway routes``.
@@ -113,6 +114,7 @@ class RouteInfo:
     requires: tuple[str, ...]
     remedy: str
     summary: str
+    own_dtype_only: bool = False
 
     def why_not(self, dtype: str, weights: str, device: str) -> str | None:
         """Returns why the route cannot run with these arguments here and what would make it run, or ``None``."""
@@ -123,6 +125,8 @@ class RouteInfo:
             return f"has no dtype {dtype}: pass --dtype {','.join(self.dtypes)}"
         if weights not in self.weight_formats:
             return f"has no weight format {weights}: pass --weights {'|'.join(self.weight_formats)}"
+        if self.own_dtype_only and weights != dtype:
+            return f"stores weights in the activation dtype: leave --weights out, or pass --dtype {weights}"
         missing = [name for name in self.requires if find_spec(name) is None]
         if missing:
             return f"needs {', '.join(missing)}: {self.remedy}"
