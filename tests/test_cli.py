@@ -318,7 +318,7 @@ def start(checkpoint: str, *arguments: str) -> subprocess.Popen[str]:
         "shipway.cli",
         "generate",
         "--threads",
-        1,
+        "1",
         "--model",
         checkpoint,
         "--route",

@@ -25,6 +25,18 @@ START = {
     "notes": [],
 }
 
+VERDICT = {
+    "ok": True,
+    "reason": "",
+    "positions": 64,
+    "kl_mean": 1e-12,
+    "delta_nll_mean": 2e-6,
+    "base_kl_mean": None,
+    "base_delta_nll_mean": None,
+    "agreement": 1.0,
+    "first_divergence": None,
+}
+
 
 def entry(route: str, tpots: list[float], ttft: float = 0.2, dtype: str = "f32", **changes: Any) -> Entry:
     """A route whose rounds took ``ttft`` s to the first and ``tpots[r]`` s to each of two further tokens."""
@@ -38,7 +50,7 @@ def entry(route: str, tpots: list[float], ttft: float = 0.2, dtype: str = "f32",
         "weights": dtype,
         "status": "ok",
         "reason": None,
-        "verdict": {"ok": True, "reason": "every greedy token agrees"},
+        "verdict": VERDICT,
         "starts": [START],
         "install_bytes": 5 << 30,
         "peak_memory_bytes": 700 << 20,
@@ -161,7 +173,7 @@ def test_decode_and_prefill_may_go_to_different_routes() -> None:
 
 @pytest.mark.parametrize(("status", "word"), [("fail", "its numerics fail"), ("failed", "it broke")])
 def test_failed_route_is_shown_but_neither_timed_nor_ranked(status: str, word: str) -> None:
-    verdict = {"ok": status != "fail", "reason": "token 3 differs"}
+    verdict = VERDICT | {"ok": status != "fail", "reason": "token 3 differs"}
     bad = entry("mojo-graph", FAST, status=status, reason="token 3 differs", verdict=verdict)
     document = result(entry("torch-eager", SLOW), bad)
     text = decide(document)
@@ -184,6 +196,13 @@ def test_route_that_did_not_run_is_listed_with_its_remedy() -> None:
     document = result(entry("torch-eager", SLOW), absent)
     assert "mojo-graph f32 was not run: needs max: pip install max==1." in decide(document)
     assert any(line.split()[:4] == ["mojo-graph", "f32", "not", "run"] for line in printed(document).splitlines())
+
+
+def test_first_divergent_token_is_printed_with_its_margin() -> None:
+    first = {"position": 17, "reference": 5, "route": 9, "margin": 0.01, "top2_margin": 0.0123}
+    document = result(entry("torch-eager", SLOW, verdict=VERDICT | {"first_divergence": first, "agreement": 0.99}))
+    assert "first divergence at 17: 9 for 5, top-2 margin 0.012" in printed(document)
+    assert "99.0% of greedy tokens agree" in printed(document)
 
 
 def test_nothing_is_ranked_without_an_interval() -> None:

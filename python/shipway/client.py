@@ -143,8 +143,10 @@ class Worker:
             raise
 
     def pause(self) -> None:
-        """Stops every thread of the worker (SIGSTOP) so that it takes no CPU while another is timed."""
+        """Stops every thread of the worker (SIGSTOP) so that it takes no CPU while another is timed; waits for it."""
         self._signal(signal.SIGSTOP)
+        if self._process.returncode is None:
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # an exit is left for Popen to reap
 
     def resume(self) -> None:
         """Lets a paused worker continue."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from shipway.api import check_threads, find_route
-from shipway.client import CALL_TIMEOUT_S, Worker
-from shipway.errors import CannotRunError, ShipwayError
+from shipway.client import CALL_TIMEOUT_S, Worker, WorkerError
+from shipway.errors import ShipwayError
 from shipway.measure import limits
 from shipway.measure.contender import Contender
 from shipway.measure.environment import (
@@ -221,11 +221,14 @@ class Benchmark:
 
     def _judge(self, name: str, dtype: str, logits: np.ndarray) -> dict[str, Any]:
         assert self._reference is not None
+        base = None
         if name == BASELINE:
             self._base[dtype] = logits
-        elif dtype not in self._base:
-            self._base[dtype] = self._baseline_logits(dtype)
-        return judge_route(logits, self._reference, self._base[dtype], np.array(self._verdict_ids, np.int32), dtype)
+        elif dtype != "f32":  # float32 is judged against the reference alone
+            if dtype not in self._base:
+                self._base[dtype] = self._baseline_logits(dtype)
+            base = self._base[dtype]
+        return judge_route(logits, self._reference, base, np.array(self._verdict_ids, np.int32), dtype)
 
     def _baseline_logits(self, dtype: str) -> np.ndarray | None:
         """Logits of plain PyTorch in ``dtype`` when the baseline is not among the routes, ``None`` without torch."""
@@ -292,11 +295,15 @@ class Benchmark:
 
     @contextmanager
     def _guard(self, contender: Contender) -> Iterator[None]:
-        """Turns a route's failure into its entry's status, so that the other routes' results stand."""
+        """Turns a route's failure into its entry's status, so that the other routes' results stand.
+
+        One that never started and said why has not run; one that broke, or refused a call later, has failed.
+        """
         try:
             yield
         except ShipwayError as error:
-            contender.entry["status"] = "not run" if isinstance(error, CannotRunError) else "failed"
+            refused = not isinstance(error, WorkerError) and not contender.entry["starts"]
+            contender.entry["status"] = "not run" if refused else "failed"
             contender.entry["reason"] = str(error)
             contender.close()
 

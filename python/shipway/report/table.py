@@ -132,12 +132,26 @@ def _sweep_lines(result: Result, rows: list[Row]) -> list[list[str]]:
 
 
 def _verdict_lines(rows: list[Row]) -> list[str]:
-    """The verdict's own sentence per route."""
-    return [
-        f"{row.entry['route']} {row.entry['dtype']}: {_verdict(row.entry)}: {row.entry['verdict']['reason']}"
-        for row in rows
-        if row.entry["verdict"] is not None
-    ]
+    """What the verdict of each route found; the first divergent token is always shown with its margin."""
+    lines = []
+    for row in rows:
+        found = row.entry["verdict"]
+        if found is None:
+            continue
+        line = (
+            f"{row.entry['route']} {row.entry['dtype']} {_verdict(row.entry)}: mean KL {found['kl_mean']:.2g} and mean "
+            f"|delta NLL| {found['delta_nll_mean']:.2g} nats over {found['positions']} tokens"
+        )
+        if found["base_kl_mean"] is not None:
+            line += f" (plain PyTorch {found['base_kl_mean']:.2g} and {found['base_delta_nll_mean']:.2g})"
+        line += f", {found['agreement']:.1%} of greedy tokens agree"
+        if (first := found["first_divergence"]) is not None:
+            line += (
+                f", first divergence at {first['position']}: {first['route']} for {first['reference']}, top-2 margin "
+                f"{first['top2_margin']:.2g}"
+            )
+        lines.append(line if found["ok"] else f"{line}; {found['reason']}")
+    return lines
 
 
 def _limit_lines(result: Result) -> list[str]:

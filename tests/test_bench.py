@@ -1,0 +1,290 @@
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fake_models
+import tiny_checkpoints
+from shipway.cli.main import main
+from shipway.errors import ShipwayError
+from shipway.measure import bench as bench_module
+from shipway.measure import verdicts
+from shipway.measure.bench import Benchmark, Settings
+from shipway.measure.result import Result
+from shipway.report.decision import decide
+from shipway.routes.catalogue import ROUTES
+
+TESTS = Path(__file__).parent
+BASELINE = ROUTES["torch-eager"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_checkpoints.make("llama3", tmp_path_factory.mktemp("llama3")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("SHIPWAY_CACHE", str(cache))
+        patch.setenv("PYTHONPATH", str(TESTS))
+        yield cache
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Tests neither wait for an idle machine nor probe with buffers larger than its caches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_module, "wait_until_idle", lambda limit_s: 0.0)
+        patch.setattr(bench_module, "PROBE", dataclasses.replace(bench_module.PROBE, factory="fake_models:Probe"))
+        for name in fake_models.NAMES:
+            patch.setitem(ROUTES, name, dataclasses.replace(BASELINE, name=name, factory=f"fake_models:{name}"))
+        absent = dataclasses.replace(BASELINE, name="absent", requires=("no_such_module",), remedy="pip install it")
+        patch.setitem(ROUTES, "absent", absent)
+        patch.setitem(ROUTES, "CompilesOnce", dataclasses.replace(ROUTES["CompilesOnce"], rung="graph"))
+        yield
+
+
+def run(checkpoint: str, *routes: str, progress: Callable[[str], None] = lambda line: None, **changes: Any) -> Result:
+    options: dict[str, Any] = {"rounds": 3, "prompt_tokens": 12, "new_tokens": 5, "threads": 1, "price": "1"} | changes
+    settings = Settings(model=checkpoint, routes=routes, dtypes=options.pop("dtypes", ("f32",)), **options)
+    return Benchmark(settings, progress).run()
+
+
+def entries(result: Result) -> dict[str, Any]:
+    return {entry["route"]: entry for entry in result["entries"]}
+
+
+@pytest.fixture(scope="module")
+def good(checkpoint: str, quick: None) -> Result:
+    """One benchmark of the baseline and a route like it, in both dtypes, with a sweep."""
+    return run(checkpoint, "Twin", "torch-eager", dtypes=("f32", "bf16"), contexts=(20, 40))
+
+
+@pytest.fixture(scope="module")
+def mixed(checkpoint: str, quick: None) -> Result:
+    """One benchmark of routes that go wrong in every way there is, between two that do not."""
+    routes = ("torch-eager", "Wrong", "CrashesLate", "Hangs", "Lacks", "absent", "CompilesOnce")
+    return run(checkpoint, *routes, timeout_s=10.0)
+
+
+def test_every_round_of_every_route_is_recorded(good: Result) -> None:
+    assert [(entry["route"], entry["dtype"]) for entry in good["entries"]] == [
+        ("torch-eager", "f32"),
+        ("Twin", "f32"),
+        ("torch-eager", "bf16"),
+        ("Twin", "bf16"),
+    ]
+    for entry in good["entries"]:
+        assert entry["status"] == "ok"
+        assert [sample["round"] for sample in entry["samples"]] == [0, 1, 2]
+        for sample in entry["samples"]:
+            assert len(sample["times"]) == 5
+            assert np.all(np.diff([0, *sample["times"]]) > 0)
+        assert sorted(sample["prompt_tokens"] for sample in entry["sweep"]) == [20] * 3 + [40] * 3
+        assert entry["peak_memory_bytes"] > 1 << 20
+        assert entry["starts"][0]["total_s"] >= entry["starts"][0]["load_s"]
+
+
+def test_rounds_are_interleaved_forth_and_back(good: Result) -> None:
+    first = [entry["samples"][0]["position"] for entry in good["entries"]]
+    second = [entry["samples"][1]["position"] for entry in good["entries"]]
+    assert first == [0, 1, 2, 3]
+    assert second == [3, 2, 1, 0]
+
+
+def test_verdicts_hold_and_stand_beside_every_speed(good: Result) -> None:
+    for entry in good["entries"]:
+        assert entry["verdict"] is not None
+        assert entry["verdict"]["ok"]
+
+
+def test_result_says_what_it_was_made_with(good: Result) -> None:
+    assert good["schema_version"] == 1
+    assert good["environment"]["threads"] == 1
+    assert good["environment"]["packages"]["torch"]
+    assert good["workload"]["contexts"] == [20, 40]
+    assert good["price"]["usd_per_hour"] == 1.0
+    assert {sample["round"] for sample in good["probes"]} == {0, 1, 2}
+    assert len(good["rounds"]) == 3
+    json.dumps(good)
+
+
+def test_wrong_route_fails_its_verdict_and_is_not_timed(mixed: Result) -> None:
+    wrong = entries(mixed)["Wrong"]
+    assert wrong["status"] == "fail"
+    assert "KL" in wrong["reason"]
+    assert wrong["samples"] == []
+
+
+def test_crash_and_hang_are_named_and_end_with_the_route(mixed: Result) -> None:
+    assert entries(mixed)["CrashesLate"]["status"] == "failed"
+    assert "SIGSEGV" in entries(mixed)["CrashesLate"]["reason"]
+    assert entries(mixed)["Hangs"]["status"] == "failed"
+    assert "within 10 s" in entries(mixed)["Hangs"]["reason"]
+
+
+def test_route_that_cannot_run_is_listed_with_its_reason(mixed: Result) -> None:
+    for name, reason in (("absent", "needs no_such_module: pip install it"), ("Lacks", "needs a GPU: plug one in")):
+        assert (entries(mixed)[name]["status"], entries(mixed)[name]["reason"]) == ("not run", reason)
+
+
+def test_routes_that_hold_are_timed_whatever_happens_to_the_others(mixed: Result) -> None:
+    for name in ("torch-eager", "CompilesOnce"):
+        assert entries(mixed)[name]["status"] == "ok"
+        assert len(entries(mixed)[name]["samples"]) == 3
+    assert decide(mixed).count("is not ranked") == 3
+    assert decide(mixed).count("was not run") == 2
+
+
+def test_compiling_route_is_started_again_for_its_warm_cost(mixed: Result) -> None:
+    starts = entries(mixed)["CompilesOnce"]["starts"]
+    assert [start["compile_cold"] for start in starts] == [True, False]
+    assert len(entries(mixed)["torch-eager"]["starts"]) == 1
+
+
+def test_reduced_precision_is_judged_beside_torch_even_when_it_is_not_timed(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases = []
+    judge = verdicts.judge_route
+
+    def spy(logits: Any, reference: Any, base: Any, tokens: Any, dtype: str) -> dict[str, Any]:
+        bases.append(base)
+        return judge(logits, reference, base, tokens, dtype)
+
+    monkeypatch.setattr(bench_module, "judge_route", spy)
+    result = run(checkpoint, "Twin", dtypes=("bf16",))
+    assert entries(result)["Twin"]["status"] == "ok"
+    assert len(bases) == 1
+    assert bases[0] is not None
+    assert bases[0].shape[1] == 320
+
+
+def test_workers_take_turns_when_memory_is_short(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    peak = 0
+    start, close = bench_module.Contender.start, bench_module.Contender.close
+
+    def started(self: Any, prompts: Any) -> None:
+        nonlocal peak
+        start(self, prompts)
+        alive.append(id(self))
+        peak = max(peak, len(alive))
+
+    def closed(self: Any) -> None:
+        if self.worker is not None and id(self) in alive:
+            alive.remove(id(self))
+        close(self)
+
+    monkeypatch.setattr(bench_module.Contender, "start", started)
+    monkeypatch.setattr(bench_module.Contender, "close", closed)
+    monkeypatch.setattr(bench_module, "memory_available", lambda: 0)
+    result = run(checkpoint, "torch-eager", "Twin", rounds=2)
+    assert peak == 1
+    for entry in result["entries"]:
+        assert len(entry["samples"]) == 2
+        assert entry["peak_memory_bytes"] > 1 << 20
+
+
+def test_only_the_timed_worker_runs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[list[str]] = []
+    benchmark = Benchmark(
+        Settings(
+            checkpoint, ("torch-eager", "Twin"), ("f32",), threads=1, rounds=2, prompt_tokens=8, new_tokens=3, price="1"
+        ),
+        lambda line: None,
+    )
+    time_run = bench_module.Contender.time_run
+
+    def spy(self: Any, *arguments: Any) -> Any:
+        others = [one.worker for one in benchmark._contenders if one is not self]
+        assert all(other is not None for other in others)
+        states.append([Path(f"/proc/{o.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for o in others if o])
+        return time_run(self, *arguments)
+
+    monkeypatch.setattr(bench_module.Contender, "time_run", spy)
+    benchmark.run()
+    assert states == [["T"]] * 4
+
+
+def test_broken_probe_costs_the_limits_only(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = dataclasses.replace(bench_module.PROBE, factory="fake_models:BrokenProbe")
+    monkeypatch.setattr(bench_module, "PROBE", broken)
+    result = run(checkpoint, "torch-eager", rounds=1)
+    assert result["probes"] == []
+    assert any("no % of limit" in warning for warning in result["warnings"])
+    assert len(entries(result)["torch-eager"]["samples"]) == 1
+
+
+def test_busy_machine_is_a_warning(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "wait_until_idle", lambda limit_s: 0.5)
+    result = run(checkpoint, "Lacks", rounds=1)
+    assert any("50% of the CPU was in use by others" in warning for warning in result["warnings"])
+
+
+def test_reference_logits_are_kept_between_runs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(checkpoint, "Lacks")
+
+    def unexpected(*arguments: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(verdicts.reference_model, "reference_logits", unexpected)
+    run(checkpoint, "Lacks")
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"rounds": 0}, "--rounds"),
+        ({"new_tokens": 1}, "--new-tokens"),
+        ({"prompt_tokens": 0}, "--prompt-tokens"),
+        ({"contexts": (0,)}, "--contexts"),
+        ({"prompt_tokens": 252}, "context of 257 tokens"),
+        ({"contexts": (250,)}, "context of 266 tokens"),
+        ({"price": "cheap"}, "--price"),
+        ({"threads": 100_000}, "threads"),
+        ({"dtypes": ()}, "dtype"),
+    ],
+)
+def test_settings_no_benchmark_can_be_made_with_are_refused(
+    checkpoint: str, changes: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(ShipwayError, match=part):
+        run(checkpoint, "torch-eager", **changes)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, checkpoint: str, *arguments: object) -> int:
+    common = ["bench", "--model", checkpoint, "--threads", 1, "--rounds", 3, "--prompt-tokens", 8, "--new-tokens", 3]
+    monkeypatch.setattr(sys, "argv", ["shipway", *map(str, [*common, "--price", 1, *arguments])])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_command_prints_the_table_of_the_file_it_writes(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.json"
+    code = command(monkeypatch, checkpoint, "--routes", "torch-eager,Twin", "--dtype", "f32", "--json", path)
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "PASS" in out
+    assert "In f32 " in out
+    monkeypatch.setattr(sys, "argv", ["shipway", "report", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out == out
+
+
+def test_exit_code_says_whether_all_held(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command(monkeypatch, checkpoint, "--routes", "Wrong", "--dtype", "f32") == 1
+    assert command(monkeypatch, checkpoint, "--routes", "Lacks", "--dtype", "f32") == 3
+    assert command(monkeypatch, checkpoint, "--routes", "no-such", "--dtype", "f32") == 2
+    assert command(monkeypatch, checkpoint, "--routes", "torch-eager", "--contexts", "a") == 2
