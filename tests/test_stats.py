@@ -111,5 +111,6 @@ def test_price_can_be_a_number_or_a_row() -> None:
             choose_price(2, wrong)
 
 
-def test_price_names_its_source_and_date() -> None:
-    assert "20" in choose_price(1, "c7a.large").source
+def test_price_says_where_it_comes_from_and_whether_that_was_checked() -> None:
+    assert "2026-06-17" in choose_price(1, "m7g.large").source
+    assert "not checked" in choose_price(1, "c7a.large").source

@@ -1,4 +1,4 @@
-"""USD per hour of the machine a result is priced at, from the dated table ``bench/prices.toml``."""
+"""USD per hour of the machine a result is priced at, from the table ``bench/prices.toml``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ def choose_price(threads: int, override: str | None) -> Price:
     """
     table = tomllib.loads(files("shipway").joinpath("data/prices.toml").read_text())
     machines = table["machines"]
-    source = f"{table['source']}, {table['as_of']}"
-    if override in machines:
-        return Price(machines[override]["usd_per_hour"], str(override), source)
+
+    def listed(name: str) -> Price:
+        return Price(machines[name]["usd_per_hour"], name, table["sources"][name.split(".")[0]])
+
+    if override is not None and override in machines:
+        return listed(override)
     if override is not None:
         try:
             usd = float(override)
@@ -52,8 +55,7 @@ def choose_price(threads: int, override: str | None) -> Price:
         raise ShipwayError(
             f"bench/prices.toml lists no {platform.machine()} machine with {threads} vCPUs: give --price USD_PER_HOUR"
         )
-    usd, name = min(fitting)
-    return Price(usd, name, source)
+    return listed(min(fitting)[1])
 
 
 def usd_per_million(usd_per_hour: float, tokens_per_s: float) -> float:
