@@ -12,6 +12,7 @@ import torch
 import tiny_checkpoints
 from shipway.errors import ShipwayError
 from shipway.model import weights
+from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.weights import Weight, bf16_bits
 
@@ -107,3 +108,14 @@ def test_rows_of_quantised_blocks_are_put_in_order_without_decoding(tmp_path: Pa
     weight, plain = open_checkpoint(path).weights[name], directory.weights[name].dequantise("f32")
     assert weight.format == "q8_0"
     np.testing.assert_array_equal(weight.blocks, gguf.quantize(plain, gguf.GGMLQuantizationType.Q8_0))
+
+
+def test_placed_weights_are_the_decoded_ones_on_cache_lines(tmp_path: Path) -> None:
+    stored = open_checkpoint(tiny_checkpoints.make("qwen2", tmp_path)).weights
+    placed = place(stored, matrices="bf16", vectors="f32")
+    assert list(placed) == list(stored)
+    for name, array in placed.items():
+        kept = "bf16" if array.ndim == 2 else "f32"
+        np.testing.assert_array_equal(array, stored[name].dequantise(kept))
+        assert array.ctypes.data % 64 == 0
+        assert array.flags.c_contiguous

@@ -1,8 +1,8 @@
 """How many workers an op forks, and which tiles each of them takes."""
 from max.runtime.asyncrt import parallelism_level
 
-comptime WORTH_FORKING = 64 * 1024
-"""Multiply-adds below which one thread is done before a fork-join (about 4 us)
+comptime WORTH_FORKING = 256 * 1024
+"""Multiply-adds below which one thread is done before a fork-join (5 to 8 us)
 would be."""
 
 

@@ -183,7 +183,10 @@ struct Attention:
                         acc.unsafe_ptr(),
                     )
 
-        sync_parallelize(share, workers)
+        if workers == 1:
+            share(0)
+        else:
+            sync_parallelize(share, workers)
 
         for i in range(b):
             var s = sequences[i]

@@ -55,4 +55,7 @@ struct GateUpSilu:
             ):
                 gate_up_silu_tile(out, xp, gp, upp, tiles, tile)
 
-        sync_parallelize(share, workers)
+        if workers == 1:
+            share(0)
+        else:
+            sync_parallelize(share, workers)

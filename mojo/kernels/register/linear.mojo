@@ -74,7 +74,10 @@ struct Linear:
                     out, xp, wp, out, Pointer(to=unused), tiles, tile
                 )
 
-        sync_parallelize(share, workers)
+        if workers == 1:
+            share(0)
+        else:
+            sync_parallelize(share, workers)
 
 
 @extensibility.register("linear_residual")
@@ -121,4 +124,7 @@ struct LinearResidual:
                     out, xp, wp, added, Pointer(to=unused), tiles, tile
                 )
 
-        sync_parallelize(share, workers)
+        if workers == 1:
+            share(0)
+        else:
+            sync_parallelize(share, workers)

@@ -60,4 +60,7 @@ struct LMHead:
             ):
                 linear_tile[False, True](out, xp, wp, out, rp, tiles, tile)
 
-        sync_parallelize(share, workers)
+        if workers == 1:
+            share(0)
+        else:
+            sync_parallelize(share, workers)

@@ -187,4 +187,7 @@ struct QKVRopeAppend:
                     scratch.unsafe_ptr(),
                 )
 
-        sync_parallelize(share, workers)
+        if workers == 1:
+            share(0)
+        else:
+            sync_parallelize(share, workers)

@@ -49,4 +49,7 @@ struct RMSNorm:
                     eps,
                 )
 
-        sync_parallelize(share, workers)
+        if workers == 1:
+            share(0)
+        else:
+            sync_parallelize(share, workers)

@@ -30,8 +30,8 @@ PROBE = RouteInfo(
     devices=("cpu",),
     dtypes=("f32", "bf16"),
     weight_formats=("f32", "bf16"),
-    requires=("torch",),
-    remedy="pip install torch==2.13.0",
+    requires=("torch", "max", "mojo"),
+    remedy="pip install torch==2.13.0 max==26.7.0 mojo==1.2.0",
     summary="read bandwidth and GEMM peak of this machine",
 )
 
@@ -85,6 +85,12 @@ def _torch_gemv(dtype_name: str) -> Callable[[], tuple[Callable[[], object], flo
     return prepare
 
 
+def _mojo_read() -> tuple[Callable[[], object], float]:
+    from shipway.graphs.probe import load_probe_read
+
+    return load_probe_read(_buffer()), _buffer().nbytes
+
+
 def _torch_gemm(dtype_name: str, m: int, n: int, k: int) -> Callable[[], tuple[Callable[[], object], float]]:
     def prepare() -> tuple[Callable[[], object], float]:
         import torch
@@ -98,6 +104,7 @@ def _torch_gemm(dtype_name: str, m: int, n: int, k: int) -> Callable[[], tuple[C
 
 
 PATTERNS = [
+    Pattern("mojo read f32", READ, _mojo_read),
     Pattern("torch sum f32", READ, _torch_sum),
     Pattern("torch dot f32", READ, _torch_dot),
     Pattern("torch GEMV f32", READ, _torch_gemv("float32")),

@@ -54,12 +54,23 @@ class Weight:
         if self.format == dtype:
             return self.blocks
         out = np.empty(self.shape, PLAIN[dtype])
+        self.decode_into(out, dtype)
+        return out
+
+    def decode_into(self, out: np.ndarray, dtype: str) -> None:
+        """Writes what :meth:`dequantise` returns to ``out``, contiguous.
+
+        Raises:
+            ShipwayError: As for :meth:`dequantise`.
+        """
+        if self.format == dtype:
+            out[...] = self.blocks
+            return
         rows_in = self.blocks.reshape(-1, self.blocks.shape[-1])
         rows_out = out.reshape(rows_in.shape[0], -1)
         step = max(1, _CHUNK // max(1, rows_out.shape[1]))
         for start in range(0, len(rows_in), step):
             rows_out[start : start + step] = self._convert(rows_in[start : start + step], dtype)
-        return out
 
     def _convert(self, rows: np.ndarray, dtype: str) -> np.ndarray:
         values = self._float32(rows)

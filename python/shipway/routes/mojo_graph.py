@@ -6,14 +6,20 @@ import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shipway.artefacts import artefact, cpu_target
 from shipway.errors import ShipwayError
-from shipway.model.checkpoint import Checkpoint, open_checkpoint
+from shipway.model.arena import place
+from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
+from shipway.routes.max_buffer import wrap
 from shipway.routes.route import Prepared, RunSpec
+
+if TYPE_CHECKING:
+    from max.driver import Buffer
 
 
 class MojoGraph:
@@ -34,7 +40,9 @@ class MojoGraph:
         imported = time.perf_counter()
         checkpoint = open_checkpoint(spec.model)
         config = checkpoint.config
-        self._weights = _weights(checkpoint, spec.weights)  # the model reads these buffers in place
+        placed = place(checkpoint.weights, matrices=spec.weights, vectors="f32")
+        formats = {name: spec.weights if array.ndim == 2 else "f32" for name, array in placed.items()}
+        self._weights = {name: wrap(array, formats[name]) for name, array in placed.items()}  # read in place
         loaded = time.perf_counter()
 
         session = InferenceSession(devices=[CPU()])
@@ -70,7 +78,7 @@ class MojoGraph:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self._cache = _buffer(np.zeros(cache, np.uint16 if spec.dtype == "bf16" else np.float32), spec.dtype)
+        self._cache = wrap(np.zeros(cache, np.uint16 if spec.dtype == "bf16" else np.float32), spec.dtype)
         self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
         self.reset()
         return Prepared(
@@ -138,19 +146,10 @@ class MojoGraph:
         return chosen.to_numpy()
 
 
-def _buffer(array: np.ndarray, format: str):  # type: ignore[no-untyped-def]  # max is imported lazily
+def _buffer(array: np.ndarray, format: str) -> Buffer:
     """Wraps an array as a MAX buffer without copying; bf16 arrives as its bits."""
     from max.driver import Buffer
     from max.dtype import DType
 
     buffer = Buffer.from_numpy(array)
     return buffer.view(DType.bfloat16) if format == "bf16" else buffer
-
-
-def _weights(checkpoint: Checkpoint, format: str) -> dict[str, object]:
-    """Every weight as a MAX buffer: matrices in ``format``, norm weights and biases in f32."""
-    return {
-        name: _buffer(weight.dequantise(kept), kept)
-        for name, weight in checkpoint.weights.items()
-        for kept in (format if len(weight.shape) == 2 else "f32",)
-    }

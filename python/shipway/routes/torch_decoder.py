@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from shipway.model.arena import place
 from shipway.model.checkpoint import Checkpoint
 from shipway.model.config import ModelConfig
 from shipway.model.rope import rope_table
@@ -25,10 +26,11 @@ class Decoder:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, max_batch: int, max_context: int) -> None:
         config = checkpoint.config
+        placed = place(checkpoint.weights, matrices=dtype, vectors=dtype)
 
         def load(name: str) -> torch.Tensor:
             # bf16 arrives as its bits in uint16; for f32 the view is the tensor itself.
-            return torch.from_numpy(checkpoint.weights[name].dequantise(dtype)).view(DTYPES[dtype])
+            return torch.from_numpy(placed[name]).view(DTYPES[dtype])
 
         self._eps = config.rms_norm_eps
         self._windows = config.sliding_window
