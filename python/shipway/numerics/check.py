@@ -1,0 +1,163 @@
+"""Runs one implementation of one op in one dtype and judges it: what tests, campaigns and op tables share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shipway.numerics.dtypes import DTYPES
+from shipway.numerics.verdict import Verdict, judge, judge_exact
+from shipway.ops.catalogue import OPS
+from shipway.ops.data import lay_out
+from shipway.ops.op import Case, Implementation, Inputs, Op, Output, Outputs, Runner
+
+
+class OpRunner(Runner):
+    """The :class:`Runner` every property receives.
+
+    Args:
+        op: The op.
+        implementation: Its row.
+        dtype: Dtype under test.
+        wrap: Replaces the implementation's callable by ``wrap(callable)``, to plant a defect.
+    """
+
+    def __init__(
+        self,
+        op: Op,
+        implementation: Implementation,
+        dtype: str,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        self.op = op
+        self.implementation = implementation
+        self.dtype = dtype
+        self.bitwise = implementation.bitwise
+        self._wrap = wrap
+
+    def inputs(self, case: Case) -> Inputs:
+        """See :class:`Runner`."""
+        inputs = self.op.draw(case, np.random.default_rng(case.seed))
+        return {name: self.round(x) if name in self.op.activations else x for name, x in inputs.items()}
+
+    def round(self, x: np.ndarray) -> np.ndarray:
+        """See :class:`Runner`."""
+        return DTYPES[self.dtype].round(x)
+
+    def __call__(self, inputs: Inputs, layout: str = "contiguous") -> Outputs:
+        """See :class:`Runner`; ``layout`` applies to the arguments named in :attr:`Op.strided`."""
+        return self._run(self.implementation, inputs, layout, self._wrap)
+
+    def other(self, op: str) -> OpRunner:
+        """See :class:`Runner`."""
+        row = OPS[op].implementations[self.implementation.name]
+        return OpRunner(OPS[op], row, self.dtype)
+
+    def judged(self, inputs: Inputs, outputs: Outputs, expected: Mapping[str, Output] | None = None) -> Verdict:
+        """The verdict on one run's outputs: the first that fails, else the one with the largest error in ulps.
+
+        The base of a float32 PyTorch row would be itself, so that row is held to the a-priori bound alone. In reduced
+        precision PyTorch rounds between its steps, which no bound of a single accumulation covers; there its own
+        error is the base, and the cosine and the non-finite positions decide.
+        """
+        expected = expected or self.op.reference(**inputs)
+        itself = self.implementation.name == "torch" and self.dtype == "f32" and self._wrap is None
+        base: Outputs = {}
+        if not itself and any(output.dtype != "exact" for output in expected.values()):
+            base = self._run(self.op.implementations["torch"], inputs, "contiguous", None)
+        verdicts = []
+        for name, output in expected.items():
+            if output.dtype == "exact":
+                verdicts.append(judge_exact(outputs[name], output.value))
+            else:
+                verdicts.append(
+                    judge(
+                        outputs[name],
+                        output.value,
+                        base.get(name),
+                        self.dtype,
+                        magnitude=output.magnitude,
+                        reduction=output.reduction,
+                        out_dtype="f32" if output.dtype == "f32" else None,
+                    )
+                )
+        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.max_ulps))
+
+    def judge(self, inputs: Inputs, outputs: Outputs) -> str:
+        """See :class:`Runner`."""
+        return self.judged(inputs, outputs).reason
+
+    def against(self, inputs: Inputs, expected: Mapping[str, Output] | None = None) -> str:
+        """See :class:`Runner`."""
+        return self.judged(inputs, self(inputs), expected).reason
+
+    def same(self, inputs: Inputs, other: Outputs) -> str:
+        """See :class:`Runner`."""
+        outputs = self(inputs)
+        if not self.bitwise:
+            return self.judged(inputs, outputs).reason
+        for name, values in other.items():
+            if reason := judge_exact(outputs[name], values).reason:
+                return f"{name}: {reason}"
+        return ""
+
+    def strided(self, case: Case) -> str:
+        """Checks the row's policy on non-contiguous arguments: the contiguous result or a ``ValueError``."""
+        inputs = self.inputs(case)
+        refused = self.implementation.strided == "refused" and any(
+            not lay_out(self._tensor(name, inputs[name]), case.layout).is_contiguous()
+            for name in self.op.strided
+            if inputs[name] is not None
+        )
+        try:
+            outputs = self(inputs, case.layout)
+        except ValueError as error:
+            return "" if refused else f"{case.layout} arguments refused: {error}"
+        if refused:
+            return f"{case.layout} arguments are declared refused but ran"
+        if self.implementation.strided == "handled":
+            return self.judged(inputs, outputs).reason
+        for name, values in self(inputs).items():
+            if reason := judge_exact(outputs[name], values).reason:
+                return f"{case.layout} arguments change {name}: {reason}"
+        return ""
+
+    def _tensor(self, name: str, value: Any) -> Any:
+        """A fresh torch tensor of an array argument, activations in the dtype under test; other arguments as is."""
+        import torch
+
+        if not isinstance(value, np.ndarray):
+            return value
+        tensor = torch.from_numpy(np.array(value))
+        if name not in self.op.activations:
+            return tensor
+        return tensor.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.dtype])
+
+    def _run(
+        self,
+        implementation: Implementation,
+        inputs: Inputs,
+        layout: str,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    ) -> Outputs:
+        head_dim = inputs["cache"].shape[-1] if "cache" in inputs else 64
+        function = implementation.make(self.dtype, head_dim)
+        if wrap is not None:
+            function = wrap(function)
+        arguments = {name: self._tensor(name, value) for name, value in inputs.items()}
+        for name in self.op.strided:
+            if arguments[name] is not None:
+                arguments[name] = lay_out(arguments[name], layout)
+        result = function(*arguments.values())
+        return {name: _array(arguments[name]) for name in self.op.mutates} | {self.op.result: _array(result)}
+
+
+def _array(result: Any) -> np.ndarray:
+    """A result as float32 or int32 NumPy array, bf16 widened."""
+    import torch
+
+    if isinstance(result, torch.Tensor):
+        return result.float().numpy() if result.is_floating_point() else result.numpy()
+    return np.asarray(result)

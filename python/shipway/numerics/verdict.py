@@ -1,0 +1,196 @@
+"""The verdict on one op's output against its float64 reference.
+
+All of these must hold, over every element:
+
+1. error bound: an element passes by the 2x rule, ``|out - ref| <= 2 * max|base - ref| + atol`` with ``base`` the plain
+   PyTorch result in the dtype under test and ``atol`` two roundings of the largest output (the rule of
+   flash-attention's tests), or by the a-priori bound
+   ``|out - ref| <= 4 * sqrt(K) * u_acc * sum|a||b| + u_out * |ref|`` (Higham, Accuracy and Stability of Numerical
+   Algorithms, chapter 3, with the statistical sqrt(K) in place of K). The 2x rule alone is flaky with few outputs: the
+   base may be exact by luck.
+2. cosine difference ``1 - 2<x,y> / (|x|^2 + |y|^2)`` under 1e-10 (f32) or 1e-5 (bf16, f16) over the finite positions;
+   two zero vectors are equal.
+3. non-finite positions: NaN and each infinity exactly where the reference, rounded to the output's dtype, has them.
+
+Two refinements keep rules 1 and 2 well-posed. Underflow: errors below :attr:`DType.underflow` are no errors. Few
+outputs: the cosine is an average weighted by the squared outputs; where fewer than 64 of them carry it (their effective
+number is ``(sum y^2)^2 / sum y^4``) it measures the luck of single roundings and cancellations, so there rule 2 also
+passes within the a-priori bound everywhere, or at 4 times the base's cosine difference (twice its error).
+
+Outputs are poisoned with NaN before a run, so rule 3 also finds elements that were never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shipway.numerics.dtypes import DTYPES, F32, DType
+
+COSINE_LIMIT = {"f32": 1e-10, "bf16": 1e-5, "f16": 1e-5}
+FEW_OUTPUTS = 64
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`judge` found.
+
+    Attributes:
+        ok: Whether every rule held.
+        max_err: Largest absolute error over the finite positions.
+        max_ulps: Largest error in ulps of the output's dtype. Where a sum cancelled, the ulp is that of its
+            uncancelled size ``sum|a||b| / sqrt(K)``, so that the figure compares kernels, not draws.
+        cosine_diff: Rule 2's quantity (0 for two zero vectors).
+        elements: Number of outputs judged.
+        worst: Index of the element the reason speaks of, else of the largest error; ``None`` without elements.
+        reason: One line: the rule that failed, where and by how much; empty when ``ok``.
+    """
+
+    ok: bool
+    max_err: float
+    max_ulps: float
+    cosine_diff: float
+    elements: int
+    worst: tuple[int, ...] | None
+    reason: str
+
+
+def judge(
+    out: np.ndarray,
+    ref64: np.ndarray,
+    base: np.ndarray | None,
+    dtype: str,
+    *,
+    magnitude: np.ndarray | float | None = None,
+    reduction: int = 1,
+    out_dtype: str | None = None,
+) -> Verdict:
+    """Judges ``out`` against ``ref64`` by the three rules above.
+
+    Args:
+        out: Result under test, any float dtype, any shape.
+        ref64: float64 reference of the same shape.
+        base: Plain PyTorch result of the same shape, for the 2x rule; ``None`` leaves only the a-priori bound.
+        dtype: Dtype under test, ``"f32"``, ``"bf16"`` or ``"f16"``: selects the cosine limit. Accumulation is float32.
+        magnitude: ``sum|a||b|`` per element (or broadcastable), for the a-priori bound; ``None`` leaves only the 2x
+            rule.
+        reduction: Reduction length K.
+        out_dtype: Dtype of the output where it is not ``dtype`` (float32 logits of a bf16 op).
+
+    Raises:
+        ValueError: Neither ``base`` nor ``magnitude`` is given, or ``base`` has another shape than the reference.
+    """
+    if base is None and magnitude is None:
+        raise ValueError("judge needs base, magnitude or both: without them no error bound exists")
+    fmt = DTYPES[out_dtype or dtype]
+    if np.shape(out) != np.shape(ref64):
+        return _broken(f"shape {np.shape(out)} instead of {np.shape(ref64)}", np.size(out), None)
+    out, ref = np.asarray(out, np.float64), np.asarray(ref64, np.float64)
+    if out.size == 0:
+        return Verdict(True, 0.0, 0.0, 0.0, 0, None, "")
+
+    expected = np.where(np.isinf(fmt.round(ref)), np.copysign(np.inf, ref), ref)
+    misplaced = _misplaced(out, expected)
+    if misplaced.any():
+        worst = _first(misplaced)
+        return _broken(
+            f"{out[worst]} at {worst} where the reference has {ref[worst]:.9g} ({misplaced.sum()} of {out.size})",
+            out.size,
+            worst,
+        )
+
+    finite = np.isfinite(expected)
+    error = np.where(finite, np.abs(np.where(finite, out, 0.0) - np.where(finite, ref, 0.0)), 0.0)
+    bound = _twice_base(base, ref, finite, fmt)
+    a_priori = _a_priori(magnitude, reduction, ref, fmt)
+    failed = error > np.maximum(bound, a_priori)
+    worst = _first(error == error.max())
+    size = np.abs(ref) if magnitude is None else np.maximum(np.abs(ref), magnitude / np.sqrt(max(reduction, 1)))
+    max_ulps = float((error / fmt.spacing(np.where(finite, size, 1.0))).max())
+    cosine = _cosine_difference(out, ref, finite, fmt)
+    limit = COSINE_LIMIT[dtype]
+
+    reason = ""
+    if failed.any():
+        worst = _first(failed & (error == error[failed].max()))
+        allowed = float(np.maximum(bound, a_priori)[worst])
+        reason = (
+            f"error {error[worst]:.3g} over the bound {allowed:.3g} at {worst}: {out[worst]:.9g} instead of "
+            f"{ref[worst]:.9g} ({failed.sum()} of {out.size} outputs)"
+        )
+    elif not cosine < limit and not (
+        _effective_number(ref[finite]) < FEW_OUTPUTS
+        and (
+            (error <= a_priori).all() or (base is not None and cosine <= 4 * _cosine_difference(base, ref, finite, fmt))
+        )
+    ):
+        reason = f"cosine difference {cosine:.3g} not under {limit:g}, largest error {error[worst]:.3g} at {worst}"
+    return Verdict(not reason, float(error.max()), max_ulps, cosine, out.size, worst, reason)
+
+
+def judge_exact(out: np.ndarray, ref: np.ndarray) -> Verdict:
+    """Judges an output that must equal the reference bit for bit (ids, copies). NaN equals NaN."""
+    if np.shape(out) != np.shape(ref):
+        return _broken(f"shape {np.shape(out)} instead of {np.shape(ref)}", np.size(out), None)
+    out, ref = np.asarray(out), np.asarray(ref)
+    wrong = (out != ref) & ~((out != out) & (ref != ref))
+    if wrong.any():
+        worst = _first(wrong)
+        return _broken(
+            f"{out[worst]} instead of {ref[worst]} at {worst} ({wrong.sum()} of {out.size})", out.size, worst
+        )
+    return Verdict(True, 0.0, 0.0, 0.0, out.size, None, "")
+
+
+def _broken(reason: str, elements: int, worst: tuple[int, ...] | None) -> Verdict:
+    return Verdict(False, float("inf"), float("inf"), 1.0, elements, worst, reason)
+
+
+def _first(mask: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
+
+
+def _misplaced(out: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    return (
+        (np.isnan(out) != np.isnan(expected))
+        | (np.isposinf(out) != np.isposinf(expected))
+        | (np.isneginf(out) != np.isneginf(expected))
+    )
+
+
+def _twice_base(base: np.ndarray | None, ref: np.ndarray, finite: np.ndarray, fmt: DType) -> float:
+    """The 2x rule's bound; 0 without a base, whose non-finite elements say nothing and are left out."""
+    if base is None:
+        return 0.0
+    if np.shape(base) != ref.shape:
+        raise ValueError(f"base has shape {np.shape(base)}, the reference {ref.shape}")
+    base = np.asarray(base, np.float64)
+    usable = finite & np.isfinite(base)
+    if not usable.any():
+        return 0.0
+    atol = 2 * fmt.unit_roundoff * float(np.abs(ref[usable]).max())
+    return 2 * float(np.abs(base[usable] - ref[usable]).max()) + atol
+
+
+def _a_priori(magnitude: np.ndarray | float | None, reduction: int, ref: np.ndarray, fmt: DType) -> np.ndarray:
+    if magnitude is None:
+        return np.full(ref.shape, fmt.underflow)
+    accumulated = 4 * np.sqrt(max(reduction, 1)) * F32.unit_roundoff * np.asarray(magnitude, np.float64)
+    bound = np.broadcast_to(accumulated, ref.shape) + fmt.unit_roundoff * np.abs(ref) + fmt.underflow
+    return np.where(np.isfinite(bound), bound, 0.0)
+
+
+def _cosine_difference(x: np.ndarray, y: np.ndarray, finite: np.ndarray, fmt: DType) -> float:
+    x, y = np.asarray(x, np.float64)[finite], y[finite]
+    peak = max(float(np.abs(x).max(initial=0.0)), float(np.abs(y).max(initial=0.0)))
+    if peak <= fmt.underflow:
+        return 0.0
+    x, y = x / peak, y / peak  # the squares of large or small vectors must not leave the range of float64
+    # |x - y|^2 / (|x|^2 + |y|^2) is the same quantity without the cancellation of 1 - 2<x,y>/(...).
+    return float(np.square(x - y).sum() / (np.square(x).sum() + np.square(y).sum()))
+
+
+def _effective_number(y: np.ndarray) -> float:
+    squares = np.square(y / max(float(np.abs(y).max(initial=0.0)), np.finfo(np.float64).tiny))
+    return float(squares.sum() ** 2 / max(float(np.square(squares).sum()), np.finfo(np.float64).tiny))

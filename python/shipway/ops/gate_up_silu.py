@@ -1,0 +1,103 @@
+"""The first half of the SwiGLU MLP: ``silu(x @ gate^T) * (x @ up^T)`` with ``silu(a) = a / (1 + exp(-a))``
+(Shazeer, GLU Variants Improve Transformer, 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shipway.ops.data import fill, weights
+from shipway.ops.linear import DIMS, FILLS, product
+from shipway.ops.op import Case, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
+
+
+def silu(a: np.ndarray) -> np.ndarray:
+    """``a * sigmoid(a)``, float64, without overflow of the exponential."""
+    return a * sigmoid(a)
+
+
+def sigmoid(a: np.ndarray) -> np.ndarray:
+    """``1 / (1 + exp(-a))``, float64: the exponential is taken of ``-|a|`` only."""
+    decayed = np.exp(-np.abs(a))
+    return np.where(a >= 0, 1.0, decayed) / (1 + decayed)
+
+
+def reference(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> dict[str, Output]:
+    """``x [T, K]``, ``gate [N, K]``, ``up [N, K]`` -> ``out [T, N]``, all in the activation dtype."""
+    a, a_magnitude = product(x, gate)
+    b, b_magnitude = product(x, up)
+    s = sigmoid(a)
+    slope = np.abs(s * (1 + a * (1 - s)))  # of silu: carries the error of the gate product to the output
+    magnitude = slope * a_magnitude * np.abs(b) + np.abs(a * s) * b_magnitude
+    # A float32 sigmoid under 2^-126 may be flushed to 0: that error, in units of float32's roundoff 2^-24.
+    magnitude += np.abs(a * b) * 2.0**-102
+    return {"out": Output(a * s * b, "act", magnitude, x.shape[-1])}
+
+
+def _draw(case: Case, rng: np.random.Generator) -> Inputs:
+    tokens, out, hidden = (case.dims[name] for name in ("T", "N", "K"))
+    return {
+        "x": fill(rng, (tokens, hidden), case.distribution, case.scale),
+        "gate": weights(rng, out, hidden),
+        "up": weights(rng, out, hidden),
+    }
+
+
+def _torch(dtype: str) -> Callable[..., Any]:
+    from torch.nn import functional
+
+    return lambda x, gate, up: functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+
+
+def _zero_gate(run: Runner, case: Case) -> str:
+    inputs = run.inputs(case)
+    inputs["gate"][:] = 0
+    return "" if not run(inputs)["out"].any() else "silu(0) * b is not 0"
+
+
+def _linear_in_up(run: Runner, case: Case) -> str:
+    # Doubling up is exact in every step, so the output doubles exactly wherever it is a normal number.
+    inputs = run.inputs(case)
+    once = run(inputs)["out"]
+    doubled = run({**inputs, "up": 2 * inputs["up"]})["out"]
+    normal = np.abs(once) > 2.0**-120
+    return "" if np.array_equal(doubled[normal], 2 * once[normal]) else "doubling up does not double the output"
+
+
+def _saturates(run: Runner, case: Case) -> str:
+    # Gates of +-1e4: silu is the identity above and 0 below, and neither exponential may turn into NaN.
+    inputs = run.inputs(case)
+    tokens, hidden = inputs["x"].shape
+    out = len(inputs["gate"])
+    inputs["x"] = np.ones((tokens, hidden), np.float32)
+    inputs["gate"] = np.zeros((out, hidden), np.float32)
+    inputs["gate"][:, 0] = run.round(np.where(np.arange(out) % 2, -1e4, 1e4))
+    inputs["up"] = np.zeros((out, hidden), np.float32)
+    inputs["up"][:, -1] = 1
+    expected = np.maximum(inputs["gate"][:, 0], 0).astype(np.float64) * np.ones((tokens, 1))
+    return run.against(inputs, {"out": Output(expected, "act", np.abs(expected), hidden)})
+
+
+OP = Op(
+    name="gate_up_silu",
+    summary="silu(x @ gate^T) * (x @ up^T)",
+    dims=DIMS,
+    distributions=FILLS,
+    draw=_draw,
+    activations=frozenset({"x", "gate", "up"}),
+    reference=reference,
+    result="out",
+    strided=("x", "gate", "up"),
+    properties=(
+        repeatable(),
+        row_alone("out", "x"),
+        poisoned_row_stays("out", "x"),
+        Property("zero_gate_gives_zero", _zero_gate),
+        Property("linear_in_up", _linear_in_up),
+        Property("large_gates_saturate", _saturates),
+    ),
+    implementations=rows(torch_row(_torch), mojo_row("gate_up_silu")),
+)

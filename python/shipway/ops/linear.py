@@ -1,0 +1,132 @@
+"""Matrix products with a weight ``[N, K]``: ``linear`` (one row is a GEMV, more are a GEMM) and ``linear_residual``.
+
+Both return float32: the product is accumulated in float32 and, in ``linear_residual``, added to the residual stream,
+which is float32 in every dtype. The output and the down projection are ``linear_residual``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shipway.ops.data import fill, weights
+from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
+
+DIMS = {
+    "T": Dim(0, 70, (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 63, 65)),
+    "N": Dim(1, 200, (2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 97)),
+    "K": Dim(1, 1100, (2, 15, 16, 17, 31, 33, 63, 65, 576, 960, 1039, 1040)),
+}
+FILLS = ("normal", "uniform", "constant", "spike", "zero_row", "alternating", "tiny")
+
+
+def product(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``x @ w^T`` and ``|x| @ |w|^T``, float64: ``x [..., K]``, ``w [N, K]`` -> two ``[..., N]``."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    return x @ w.T, np.abs(x) @ np.abs(w).T
+
+
+def linear_reference(x: np.ndarray, w: np.ndarray) -> dict[str, Output]:
+    """``x [T, K]``, ``w [N, K]`` in the activation dtype -> ``out [T, N]`` float32."""
+    out, magnitude = product(x, w)
+    return {"out": Output(out, "f32", magnitude, x.shape[-1])}
+
+
+def linear_residual_reference(x: np.ndarray, w: np.ndarray, residual: np.ndarray) -> dict[str, Output]:
+    """``x [T, K]``, ``w [N, K]`` in the activation dtype, ``residual [T, N]`` float32 -> ``out [T, N]`` float32."""
+    out, magnitude = product(x, w)
+    return {"out": Output(residual + out, "f32", magnitude + np.abs(residual), x.shape[-1])}
+
+
+def _draw_linear(case: Case, rng: np.random.Generator) -> Inputs:
+    tokens, out, hidden = (case.dims[name] for name in ("T", "N", "K"))
+    return {"x": fill(rng, (tokens, hidden), case.distribution, case.scale), "w": weights(rng, out, hidden)}
+
+
+def _draw_residual(case: Case, rng: np.random.Generator) -> Inputs:
+    inputs = _draw_linear(case, rng)
+    return {**inputs, "residual": fill(rng, (case.dims["T"], case.dims["N"]), "normal", case.scale)}
+
+
+def _torch_linear(dtype: str) -> Callable[..., Any]:
+    from torch.nn.functional import linear
+
+    return lambda x, w: linear(x, w).float()
+
+
+def _torch_residual(dtype: str) -> Callable[..., Any]:
+    from torch.nn.functional import linear
+
+    return lambda x, w, residual: residual + linear(x, w).float()
+
+
+def _identity(run: Runner, case: Case) -> str:
+    # Products with 0 and 1 are exact, so multiplying by the identity must return x itself, tail included.
+    inputs = run.inputs(case)
+    inputs["w"] = np.eye(inputs["x"].shape[1], dtype=np.float32)
+    return run.against(inputs, {"out": Output(inputs["x"].astype(np.float64), "exact")})
+
+
+def _padded(run: Runner, case: Case) -> str:
+    # K zeros appended change no sum; a wrong tail of K does not survive both lengths.
+    inputs = run.inputs(case)
+    pad = 1 + case.seed % 40
+    padded = {name: np.pad(inputs[name], ((0, 0), (0, pad))) for name in ("x", "w")}
+    return run.against(padded, linear_reference(**inputs))
+
+
+def _columns_alone(run: Runner, case: Case) -> str:
+    # Output columns depend on their own weight row only: a wrong tail of N or a tile written twice shows here.
+    inputs = run.inputs(case)
+    cut = 1 + case.seed % inputs["w"].shape[0]
+    return run.same({**inputs, "w": inputs["w"][:cut]}, {"out": run(inputs)["out"][:, :cut]})
+
+
+def _zero_product(run: Runner, case: Case) -> str:
+    inputs = run.inputs(case)
+    inputs["x"][:] = 0
+    return run.against(inputs, {"out": Output(inputs["residual"].astype(np.float64), "exact")})
+
+
+LINEAR = Op(
+    name="linear",
+    summary="x @ w^T, GEMV for one row, GEMM for more",
+    dims=DIMS,
+    distributions=FILLS,
+    draw=_draw_linear,
+    activations=frozenset({"x", "w"}),
+    reference=linear_reference,
+    result="out",
+    strided=("x", "w"),
+    properties=(
+        repeatable(),
+        row_alone("out", "x"),
+        poisoned_row_stays("out", "x"),
+        Property("identity_returns_x", _identity),
+        Property("zero_padding_of_k_changes_nothing", _padded),
+        Property("columns_alone", _columns_alone),
+    ),
+    implementations=rows(torch_row(_torch_linear), mojo_row("linear")),
+)
+
+LINEAR_RESIDUAL = Op(
+    name="linear_residual",
+    summary="residual + x @ w^T, float32",
+    dims=DIMS,
+    distributions=FILLS,
+    draw=_draw_residual,
+    activations=frozenset({"x", "w"}),
+    reference=linear_residual_reference,
+    result="out",
+    strided=("x", "w", "residual"),
+    properties=(
+        repeatable(),
+        row_alone("out", "x", "residual"),
+        poisoned_row_stays("out", "x"),
+        Property("zero_x_returns_the_residual", _zero_product),
+    ),
+    implementations=rows(torch_row(_torch_residual), mojo_row("linear_residual")),
+)

@@ -1,0 +1,265 @@
+"""What an op is: the data every check, benchmark and table reads.
+
+An op's callable takes the values of :attr:`Op.draw`'s dict in order. Inside a check, activations are float32 arrays
+that hold only values of the dtype under test; the runner (``shipway.numerics.check``) converts them on the way in
+and out, so references and properties never see a storage format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+Inputs = dict[str, Any]
+Outputs = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One drawn integer of a shape: any value of ``low..high``, the ``special`` ones far more often.
+
+    Shrinking goes towards ``low``. ``static`` marks a value that compiled implementations fix at compile time: only
+    the special values are drawn, so that few shapes are compiled.
+    """
+
+    low: int
+    high: int
+    special: tuple[int, ...] = ()
+    static: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One drawn case, printable and parseable as a line: ``T=3 K=576 seed=0 scale=1 distribution=normal ...``.
+
+    Attributes:
+        dims: Value of every :class:`Dim` of the op.
+        seed: Seed of the NumPy generator that fills the arrays.
+        scale: Factor on the op's main input.
+        distribution: How the main input is filled (``shipway.ops.data.fill``).
+        layout: Memory layout of the arguments named in :attr:`Op.strided` (``shipway.ops.data.LAYOUTS``).
+    """
+
+    dims: Mapping[str, int]
+    seed: int = 0
+    scale: float = 1.0
+    distribution: str = "normal"
+    layout: str = "contiguous"
+
+    def __str__(self) -> str:
+        dims = " ".join(f"{name}={value}" for name, value in self.dims.items())
+        return (
+            f"{dims} seed={self.seed} scale={self.scale:g} distribution={self.distribution} layout={self.layout}"
+        ).strip()
+
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        """Reads what ``str(case)`` printed.
+
+        Raises:
+            ValueError: A word is not ``name=value``, or a value is not a number where one is needed.
+        """
+        dims: dict[str, int] = {}
+        case = cls(dims)
+        for word in line.split():
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise ValueError(f"case word {word!r} is not name=value")
+            if name == "distribution":
+                case = replace(case, distribution=value)
+            elif name == "layout":
+                case = replace(case, layout=value)
+            elif name == "scale":
+                case = replace(case, scale=float(value))
+            elif name == "seed":
+                case = replace(case, seed=int(value))
+            else:
+                dims[name] = int(value)
+        return case
+
+    def with_dims(self, **changed: int) -> Case:
+        """The same case with some dims changed."""
+        return replace(self, dims={**self.dims, **changed})
+
+
+@dataclass(frozen=True)
+class Output:
+    """A float64 reference of one output.
+
+    Attributes:
+        value: float64, or int32 ids.
+        dtype: ``"act"`` (the dtype under test), ``"f32"`` or ``"exact"`` (equal bit for bit).
+        magnitude: ``sum|a||b|`` per element, for the a-priori error bound.
+        reduction: Length K of the longest reduction.
+    """
+
+    value: np.ndarray
+    dtype: str
+    magnitude: np.ndarray | None = None
+    reduction: int = 1
+
+
+class Runner(Protocol):
+    """One implementation of one op in one dtype, as a property sees it. Every method works on float32 arrays."""
+
+    dtype: str
+    bitwise: bool
+
+    def inputs(self, case: Case) -> Inputs:
+        """Draws the case's arguments; activations are rounded to the dtype."""
+
+    def round(self, x: np.ndarray) -> np.ndarray:
+        """Rounds values to the dtype under test, for inputs a property computes itself."""
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        """Runs the implementation on copies of the arguments; returns every output by name."""
+
+    def other(self, op: str) -> Runner:
+        """The same implementation's runner for another op of the catalogue."""
+
+    def judge(self, inputs: Inputs, outputs: Outputs) -> str:
+        """Judges outputs of a run on ``inputs`` against the op's reference; empty when they agree, else one line."""
+
+    def against(self, inputs: Inputs, expected: Mapping[str, Output] | None = None) -> str:
+        """Runs on ``inputs`` and judges the outputs against known values, the op's reference by default; empty when
+        they agree, else one line."""
+
+    def same(self, inputs: Inputs, other: Outputs) -> str:
+        """Runs on ``inputs`` and compares with the outputs of another run that must agree: bitwise where the
+        implementation claims it, else both only need to agree with the reference. Empty when they agree."""
+
+
+@dataclass(frozen=True)
+class Property:
+    """A fact that holds for every correct implementation.
+
+    Attributes:
+        name: Named after the behaviour.
+        check: Returns an empty string when the fact holds for this case, else one line.
+        examples: Cases that once failed somewhere, always run.
+    """
+
+    name: str
+    check: Callable[[Runner, Case], str]
+    examples: tuple[Case, ...] = ()
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """A foreign implementation's declared failure: it prints as KNOWN, and turns red once ``case`` passes.
+
+    Attributes:
+        property: Name of the property that fails (``"reference"`` for the verdict itself).
+        reason: Why.
+        case: A case on which it fails.
+        dtypes: Dtypes it fails in.
+    """
+
+    property: str
+    reason: str
+    case: Case
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of an op's table.
+
+    Attributes:
+        name: ``"torch"``, ``"mojo"``.
+        make: ``(dtype, head_dim) -> callable`` on torch CPU tensors; compiles where the implementation compiles.
+        dtypes: Dtypes it runs.
+        strided: Non-contiguous arguments are ``"handled"``, ``"copied"`` or ``"refused"`` (``ValueError``).
+        bitwise: Whether a row's result is claimed independent, bit for bit, of the rows and sequences beside it.
+        compiled: Whether static dims cost a compilation each.
+        requires: Importable modules it needs.
+        known: Declared failures; our own kernels have none.
+    """
+
+    name: str
+    make: Callable[[str, int], Callable[..., Any]]
+    dtypes: tuple[str, ...]
+    strided: str
+    bitwise: bool
+    compiled: bool = False
+    requires: tuple[str, ...] = ()
+    known: tuple[KnownFailure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the catalogue.
+
+    Attributes:
+        name: The same in mojo/, graphs/, tests/ and bench/.
+        summary: One line with the formula.
+        dims: Shape grammar: every combination of values is a valid shape.
+        distributions: Fills of the main input worth drawing.
+        draw: ``(case, rng) -> arguments`` in call order, float32 or int32 arrays, scalars or ``None``.
+        activations: Arguments held in the dtype under test; the rest stay float32 or int32.
+        reference: ``(**arguments) -> outputs`` in float64, by definition.
+        result: Name of the returned output.
+        mutates: Arguments written in place, which are outputs too.
+        strided: Arguments a caller may pass as non-contiguous views.
+        scales: Factors on the main input within the op's documented range.
+        properties: Facts beside agreement with the reference.
+        implementations: Rows; the row named ``"torch"`` is the verdict's ``base``.
+    """
+
+    name: str
+    summary: str
+    dims: Mapping[str, Dim]
+    distributions: tuple[str, ...]
+    draw: Callable[[Case, np.random.Generator], Inputs]
+    activations: frozenset[str]
+    reference: Callable[..., dict[str, Output]]
+    result: str
+    strided: tuple[str, ...]
+    properties: tuple[Property, ...]
+    implementations: Mapping[str, Implementation]
+    mutates: tuple[str, ...] = ()
+    scales: tuple[float, ...] = (1.0, 1e-4, 1e-2, 30.0, 1e4)
+
+
+def rows(*implementations: Implementation) -> Mapping[str, Implementation]:
+    """The table of an op's implementations by name."""
+    return {row.name: row for row in implementations}
+
+
+def torch_row(
+    make: Callable[[str], Callable[..., Any]], *, bitwise: bool = False, known: tuple[KnownFailure, ...] = ()
+) -> Implementation:
+    """The plain PyTorch row: ``make(dtype)`` returns a function on torch CPU tensors."""
+    return Implementation(
+        "torch",
+        lambda dtype, head_dim: make(dtype),
+        ("f32", "bf16"),
+        strided="handled",
+        bitwise=bitwise,
+        requires=("torch",),
+        known=known,
+    )
+
+
+def mojo_row(op: str) -> Implementation:
+    """Our Mojo CPU kernel, one MAX graph per op; all ops of a dtype and head_dim compile together."""
+    return Implementation(
+        "mojo",
+        lambda dtype, head_dim: _mojo_ops(dtype, head_dim)[op],
+        ("f32", "bf16"),
+        strided="refused",
+        bitwise=True,
+        compiled=True,
+        requires=("max", "mojo"),
+    )
+
+
+@lru_cache
+def _mojo_ops(dtype: str, head_dim: int) -> Mapping[str, Callable[..., Any]]:
+    from shipway.graphs.single_op import load_ops
+
+    return load_ops(dtype, head_dim)
