@@ -7,9 +7,9 @@ the result depends neither on the number of workers nor on the batch.
 from std.math import ceildiv, exp, iota
 from std.utils.numerics import neg_inf
 from kernels.dot_tile import F32, OUT, W, dot_tile, load_padded, row_offsets
-from kernels.kv_cache import ContiguousCache
+from kernels.kv_cache import KVCache, RUN
 
-comptime SPLIT = ContiguousCache.RUN
+comptime SPLIT = RUN
 """Keys of a split."""
 
 
@@ -75,12 +75,12 @@ def score_keys[
 
 @always_inline
 def attention_decode_tile[
-    t: DType, //, D: Int
+    t: DType, C: KVCache, //, D: Int
 ](
     partial: Pointer[mut=True, Float32, _],
     q: Pointer[Scalar[t], _],
     cache: Pointer[Scalar[t], _],
-    at: ContiguousCache,
+    at: C,
     b: Int,
     layer: Int,
     kv_head: Int,
@@ -96,6 +96,7 @@ def attention_decode_tile[
 
     Parameters:
         t: Dtype of q and of the cache.
+        C: Layout of the cache.
         D: The head_dim.
 
     Args:

@@ -3,12 +3,12 @@ from std.math import ceildiv, exp, iota
 from std.utils.numerics import neg_inf
 from kernels.attention_decode import first_key, load_row
 from kernels.dot_tile import F32, OUT, W, dot_tile, row_offsets, store_first
-from kernels.kv_cache import ContiguousCache
+from kernels.kv_cache import KVCache
 
 comptime QUERIES = 16
 """Query rows of a tile."""
 comptime KEYS = 64
-"""Keys of a block; divides `ContiguousCache.RUN`."""
+"""Keys of a block; divides `RUN`."""
 
 
 @always_inline
@@ -57,12 +57,12 @@ def _add_values[
 
 @always_inline
 def attention_prefill_tile[
-    t: DType, //, D: Int
+    t: DType, C: KVCache, //, D: Int
 ](
     dst: Pointer[mut=True, Scalar[t], _],
     q: Pointer[Scalar[t], _],
     cache: Pointer[Scalar[t], _],
-    at: ContiguousCache,
+    at: C,
     b: Int,
     layer: Int,
     head: Int,
@@ -84,6 +84,7 @@ def attention_prefill_tile[
 
     Parameters:
         t: Dtype of q, of the cache and of the output.
+        C: Layout of the cache.
         D: The head_dim.
 
     Args:

@@ -1,33 +1,107 @@
-"""Where a sequence's keys and values lie."""
+"""Where a sequence's keys and values lie: one accessor per cache layout.
+
+Kernels are generic over the accessor, so that a layout is chosen at compile
+time and costs nothing inside a kernel.
+"""
+
+comptime RUN = 128
+"""Keys of an aligned run: attention reads keys from a multiple of `RUN` up to
+the next one at a constant row stride, whatever the layout."""
 
 
 @fieldwise_init
-struct ContiguousCache(ImplicitlyCopyable, Movable):
-    """A cache `[B, layers, 2, S, kv_heads, head_dim]` (0 = K, 1 = V).
+struct CacheShape(ImplicitlyCopyable, Movable):
+    """What a cache holds, in whatever layout."""
 
-    Attention reads runs of keys that start at multiples of `RUN`; a layout must
-    keep each such run at one constant row stride.
-    """
-
-    comptime RUN = 128
-    """Keys of an aligned run."""
-
+    var sequences: Int
     var layers: Int
     var capacity: Int
+    """Positions of a sequence."""
     var kv_heads: Int
     var head_dim: Int
 
-    @always_inline
+
+trait KVCache(ImplicitlyCopyable, Movable):
+    """A layout of keys and values."""
+
+    def extent(self) -> CacheShape:
+        """What the cache holds."""
+        ...
+
     def row_stride(self) -> Int:
         """Elements from a position to the next, within a run."""
-        return self.kv_heads * self.head_dim
+        ...
+
+    def offset(
+        self, b: Int, layer: Int, value: Int, position: Int, head: Int
+    ) -> Int:
+        """Element offset of one head's key (value = 0) or value (1) row."""
+        ...
+
+
+@fieldwise_init
+struct ContiguousCache(KVCache):
+    """A cache `[B, layers, 2, S, kv_heads, head_dim]` (0 = K, 1 = V)."""
+
+    var shape: CacheShape
+
+    @always_inline
+    def extent(self) -> CacheShape:
+        return self.shape
+
+    @always_inline
+    def row_stride(self) -> Int:
+        return self.shape.kv_heads * self.shape.head_dim
 
     @always_inline
     def offset(
         self, b: Int, layer: Int, value: Int, position: Int, head: Int
     ) -> Int:
-        """Element offset of one head's key (value = 0) or value (1) row."""
-        var plane = (b * self.layers + layer) * 2 + value
+        var plane = (b * self.shape.layers + layer) * 2 + value
         return (
-            (plane * self.capacity + position) * self.kv_heads + head
-        ) * self.head_dim
+            (plane * self.shape.capacity + position) * self.shape.kv_heads
+            + head
+        ) * self.shape.head_dim
+
+
+@fieldwise_init
+struct PagedCache[origin: ImmOrigin](KVCache):
+    """MAX's pages `[pages, 2, layers, page_size, kv_heads, head_dim]`.
+
+    Row `b` of `lookup` `[B, pages per sequence]` names the page of each
+    `page_size` positions of sequence b. `page_size` is a multiple of `RUN`, so
+    that no run straddles two pages.
+    """
+
+    var shape: CacheShape
+    var page_size: Int
+    var page_stride: Int
+    """Elements from a page to the next."""
+    var lookup: Pointer[UInt32, Self.origin]
+
+    @always_inline
+    def extent(self) -> CacheShape:
+        return self.shape
+
+    @always_inline
+    def row_stride(self) -> Int:
+        return self.shape.kv_heads * self.shape.head_dim
+
+    @always_inline
+    def offset(
+        self, b: Int, layer: Int, value: Int, position: Int, head: Int
+    ) -> Int:
+        var slot = b * (self.shape.capacity // self.page_size) + (
+            position // self.page_size
+        )
+        var page = Int(self.lookup[unsafe_offset=slot])
+        var plane = value * self.shape.layers + layer
+        return (
+            page * self.page_stride
+            + (
+                (plane * self.page_size + position % self.page_size)
+                * self.shape.kv_heads
+                + head
+            )
+            * self.shape.head_dim
+        )

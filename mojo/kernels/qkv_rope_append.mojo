@@ -2,7 +2,7 @@
 """
 from std.math import ceildiv, sqrt
 from kernels.dot_tile import F32, OUT, W, dot_tile, row_offsets, store_first
-from kernels.kv_cache import ContiguousCache
+from kernels.kv_cache import KVCache
 from kernels.linear import MAX_GEMV_ROWS
 from kernels.rms_norm import mean_square
 
@@ -106,7 +106,13 @@ struct QKVTiles(ImplicitlyCopyable, Movable):
 
 @always_inline
 def qkv_rope_append_tile[
-    xt: DType, wt: DType, ct: DType, //, has_bias: Bool, has_norm: Bool
+    xt: DType,
+    wt: DType,
+    ct: DType,
+    C: KVCache,
+    //,
+    has_bias: Bool,
+    has_norm: Bool,
 ](
     q_out: Pointer[mut=True, Scalar[ct], _],
     cache: Pointer[mut=True, Scalar[ct], _],
@@ -123,7 +129,7 @@ def qkv_rope_append_tile[
     table: Pointer[Float32, _],
     offsets: Pointer[Int32, _],
     start: Pointer[Int32, _],
-    at: ContiguousCache,
+    at: C,
     layer: Int,
     tiles: QKVTiles,
     tile: Int,
@@ -135,6 +141,7 @@ def qkv_rope_append_tile[
         xt: Activation dtype.
         wt: Weight dtype.
         ct: Dtype of q and of the cache.
+        C: Layout of the cache.
         has_bias: Whether the projections have biases.
         has_norm: Whether q and k heads are RMS-normed before RoPE.
 

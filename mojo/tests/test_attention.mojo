@@ -1,7 +1,7 @@
 """Prefill and decode attention against the definition, in float64."""
 from std.math import exp, sqrt
 from std.random import rand, seed
-from std.testing import TestSuite, assert_almost_equal
+from std.testing import TestSuite, assert_almost_equal, assert_equal
 from std.utils.numerics import nan
 from kernels.attention_decode import (
     SPLIT,
@@ -17,18 +17,20 @@ from kernels.attention_prefill import (
     values_size,
 )
 from kernels.dot_tile import F32
-from kernels.kv_cache import ContiguousCache
+from kernels.kv_cache import CacheShape, ContiguousCache, KVCache, PagedCache
 
 comptime HEADS = 4
 comptime KV_HEADS = 2
+comptime LAYER = 1
+comptime PAGE = 128
 
 
 def exact[
-    D: Int
+    C: KVCache, //, D: Int
 ](
     q: List[Float32],
     cache: List[Float32],
-    at: ContiguousCache,
+    at: C,
     row: Int,
     head: Int,
     position: Int,
@@ -46,7 +48,7 @@ def exact[
             for i in range(D):
                 s += (
                     q[(row * HEADS + head) * D + i].cast[DType.float64]()
-                    * cache[at.offset(0, 0, 0, key, kv) + i].cast[
+                    * cache[at.offset(0, LAYER, 0, key, kv) + i].cast[
                         DType.float64
                     ]()
                 )
@@ -58,7 +60,7 @@ def exact[
                 out[i] += (
                     p
                     / total
-                    * cache[at.offset(0, 0, 1, key, kv) + i].cast[
+                    * cache[at.offset(0, LAYER, 1, key, kv) + i].cast[
                         DType.float64
                     ]()
                 )
@@ -66,21 +68,45 @@ def exact[
 
 
 def check[D: Int](rows: Int, start: Int, window: Int) raises:
-    seed(rows * 1000 + start)
     var capacity = start + rows + 9
-    var at = ContiguousCache(1, capacity, KV_HEADS, D)
+    var shape = CacheShape(1, 2, capacity, KV_HEADS, D)
+    var size = 2 * 2 * capacity * KV_HEADS * D
+    var out = check_layout[D](ContiguousCache(shape), size, rows, start, window)
+
+    # Pages out of order and with a gap between them; the layout changes
+    # nothing, not a bit.
+    var pages = (capacity - 1) // PAGE + 1
+    shape.capacity = pages * PAGE
+    var stride = 2 * 2 * PAGE * KV_HEADS * D + 24
+    var lookup = List[UInt32](length=pages, fill=0)
+    for i in range(pages):
+        lookup[i] = UInt32((i + 1) % pages)
+    var paged = check_layout[D](
+        PagedCache(shape, PAGE, stride, lookup.unsafe_ptr()),
+        pages * stride,
+        rows,
+        start,
+        window,
+    )
+    for i in range(len(out)):
+        assert_equal(out[i], paged[i])
+
+
+def check_layout[
+    C: KVCache, //, D: Int
+](at: C, size: Int, rows: Int, start: Int, window: Int) raises -> List[Float32]:
+    """Checks both kernels against the definition; returns what they computed.
+    """
+    seed(rows * 1000 + start)
     var q = List[Float32](length=rows * HEADS * D, fill=0)
     rand(q.unsafe_ptr(), len(q), min=-2, max=2)
-    var cache = List[Float32](
-        length=2 * capacity * KV_HEADS * D, fill=nan[F32]()
-    )
+    var cache = List[Float32](length=size, fill=nan[F32]())
+    var row = List[Float32](length=KV_HEADS * D, fill=0)
     for value in range(2):
-        rand(
-            cache.unsafe_ptr().unsafe_offset(at.offset(0, 0, value, 0, 0)),
-            (start + rows) * KV_HEADS * D,
-            min=-1,
-            max=1,
-        )
+        for position in range(start + rows):
+            rand(row.unsafe_ptr(), len(row), min=-1, max=1)
+            for i in range(len(row)):
+                cache[at.offset(0, LAYER, value, position, 0) + i] = row[i]
     var out = List[Float32](length=rows * HEADS * D, fill=nan[F32]())
     var scores = List[Float32](length=QUERIES * KEYS, fill=0)
     var acc = List[Float32](length=values_size(D), fill=0)
@@ -93,7 +119,7 @@ def check[D: Int](rows: Int, start: Int, window: Int) raises:
                 cache.unsafe_ptr(),
                 at,
                 0,
-                0,
+                LAYER,
                 head,
                 HEADS,
                 head // (HEADS // KV_HEADS),
@@ -121,7 +147,7 @@ def check[D: Int](rows: Int, start: Int, window: Int) raises:
                     cache.unsafe_ptr(),
                     at,
                     0,
-                    0,
+                    LAYER,
                     kv_head,
                     split,
                     splits,
@@ -151,6 +177,8 @@ def check[D: Int](rows: Int, start: Int, window: Int) raises:
                     right[i],
                     atol=2e-6,
                 )
+        out.extend(one^)
+    return out^
 
 
 def test_prompt_from_an_empty_cache() raises:
