@@ -1,0 +1,53 @@
+"""A checkpoint written as a Hugging Face directory is the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny_checkpoints
+from shipway.errors import ShipwayError
+from shipway.model.checkpoint import open_checkpoint
+from shipway.model.config import ModelConfig
+from shipway.model.export import hf_config, write_directory
+
+
+@pytest.mark.parametrize("name", sorted(tiny_checkpoints.SPECS))
+def test_config_reads_back_as_itself(name: str, tmp_path: Path) -> None:
+    config = open_checkpoint(tiny_checkpoints.make(name, tmp_path)).config
+    assert ModelConfig.from_hf(hf_config(config)) == config
+
+
+def test_gguf_becomes_a_directory_with_the_same_weights_and_tokens(tmp_path: Path) -> None:
+    source = tiny_checkpoints.make("llama3", tmp_path / "source")
+    gguf = open_checkpoint(tiny_checkpoints.write_gguf(source, tmp_path / "tiny.gguf"))
+    out = tmp_path / "out"
+    out.mkdir()
+    write_directory(gguf, out, "bf16")
+    written = open_checkpoint(out)
+    assert written.config == gguf.config
+    for name, weight in written.weights.items():
+        kept = "bf16" if len(weight.shape) == 2 else "f32"
+        assert weight.format == kept
+        np.testing.assert_array_equal(weight.blocks, gguf.weights[name].dequantise(kept))
+    text = "def f(x):\n\treturn x  # café 😀"
+    assert written.tokenizer.encode(text) == gguf.tokenizer.encode(text)
+    assert written.tokenizer.eos_ids == gguf.tokenizer.eos_ids
+    assert written.tokenizer.bos_id == gguf.tokenizer.bos_id
+    assert written.tokenizer.chat_template == gguf.tokenizer.chat_template
+
+
+def test_rope_divisors_are_refused(tmp_path: Path) -> None:
+    config = open_checkpoint(tiny_checkpoints.make("llama3", tmp_path)).config
+    rope = dataclasses.replace(config.rope, kind="llama3", divisors=(1.0,) * (config.rope.rotary_dim // 2))
+    with pytest.raises(ShipwayError, match="rope_freqs"):
+        hf_config(dataclasses.replace(config, rope=rope))
+
+
+def test_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoints.make("llama3", tmp_path))
+    with pytest.raises(ShipwayError, match="cannot write the model"):
+        write_directory(checkpoint, tmp_path / "absent", "f32")
