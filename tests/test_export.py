@@ -13,6 +13,7 @@ from shipway.errors import ShipwayError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.config import ModelConfig
 from shipway.model.export import hf_config, write_directory
+from shipway.model.rope import RopeConfig
 
 
 @pytest.mark.parametrize("name", sorted(tiny_checkpoints.SPECS))
@@ -22,7 +23,7 @@ def test_config_reads_back_as_itself(name: str, tmp_path: Path) -> None:
 
 
 def test_gguf_becomes_a_directory_with_the_same_weights_and_tokens(tmp_path: Path) -> None:
-    source = tiny_checkpoints.make("llama3", tmp_path / "source")
+    source = tiny_checkpoints.make("smollm2", tmp_path / "source")
     gguf = open_checkpoint(tiny_checkpoints.write_gguf(source, tmp_path / "tiny.gguf"))
     out = tmp_path / "out"
     out.mkdir()
@@ -40,9 +41,18 @@ def test_gguf_becomes_a_directory_with_the_same_weights_and_tokens(tmp_path: Pat
     assert written.tokenizer.chat_template == gguf.tokenizer.chat_template
 
 
-def test_rope_divisors_are_refused(tmp_path: Path) -> None:
+def test_llama_3_divisors_are_said_as_the_scaling_they_come_from(tmp_path: Path) -> None:
     config = open_checkpoint(tiny_checkpoints.make("llama3", tmp_path)).config
-    rope = dataclasses.replace(config.rope, kind="llama3", divisors=(1.0,) * (config.rope.rotary_dim // 2))
+    scaled = RopeConfig(5e5, 16, "llama3", 32.0, 8192, 1.0, 4.0)
+    divisors = tuple((RopeConfig(5e5, 16).inv_freq() / scaled.inv_freq()).tolist())
+    config = dataclasses.replace(config, rope=RopeConfig(5e5, 16, "llama3", divisors=divisors))
+    written = ModelConfig.from_hf(hf_config(config)).rope
+    np.testing.assert_allclose(written.inv_freq(), config.rope.inv_freq(), rtol=1e-5)
+
+
+def test_other_rope_divisors_are_refused(tmp_path: Path) -> None:
+    config = open_checkpoint(tiny_checkpoints.make("llama3", tmp_path)).config
+    rope = dataclasses.replace(config.rope, kind="llama3", divisors=(3.0,) * (config.rope.rotary_dim // 2))
     with pytest.raises(ShipwayError, match="rope_freqs"):
         hf_config(dataclasses.replace(config, rope=rope))
 

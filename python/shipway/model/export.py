@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import TensorSpec, serialize_file
 
 from shipway.errors import ShipwayError
@@ -109,7 +110,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def _rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
     if rope.divisors:
-        raise ShipwayError("this GGUF states RoPE divisors (rope_freqs), which a Hugging Face config.json cannot hold")
+        rope = _without_divisors(rope)
     said: dict[str, Any] = {}
     if rope.rotary_dim != head_dim:
         said["partial_rotary_factor"] = rope.rotary_dim / head_dim
@@ -128,6 +129,14 @@ def _rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             "truncate": rope.truncate,
         }
     return said | {"rope_scaling": scaling}
+
+
+def _without_divisors(rope: RopeConfig) -> RopeConfig:
+    """The llama3 scaling whose frequencies a GGUF's divisors are, tried with the numbers Llama 3.1 and 3.2 use."""
+    said = RopeConfig(rope.theta, rope.rotary_dim, "llama3", max(rope.divisors), 8192, 1.0, 4.0)
+    if not np.allclose(said.inv_freq(), rope.inv_freq(), rtol=1e-5, atol=0):
+        raise ShipwayError("this GGUF states RoPE divisors (rope_freqs) that a Hugging Face config.json cannot hold")
+    return said
 
 
 def _write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
