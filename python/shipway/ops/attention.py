@@ -186,12 +186,29 @@ def _equal_values(run: Runner, case: Case) -> str:
 def _equal_keys(run: Runner, case: Case) -> str:
     # Equal scores: each query returns the plain mean of the values it sees.
     inputs = run.inputs(case)
+    for *_, keys, _ in written(inputs):
+        keys[:] = keys[:1]
+    return _gives_the_mean(run, inputs)
+
+
+def _large_scores(run: Runner, case: Case) -> str:
+    # Equal scores of +-64 * 64 * sqrt(head_dim): their exponentials are infinite or zero in float32, but a softmax only
+    # sees differences.
+    inputs = run.inputs(case)
+    inputs["q"][:] = 64
+    inputs["q"][:, ::2] = -64
+    for *_, keys, _ in written(inputs):
+        keys[:] = 64
+    return _gives_the_mean(run, inputs)
+
+
+def _gives_the_mean(run: Runner, inputs: Inputs) -> str:
+    """Expects of each query the plain mean of the values it sees; the keys of a sequence are all equal."""
     expected, magnitude = np.zeros(inputs["q"].shape), np.zeros(inputs["q"].shape)
     group = expected.shape[1] // inputs["cache"].shape[4]
     for _, new, _, keys, values in written(inputs):
         if not len(keys):
             continue
-        keys[:] = keys[0]
         seen = visible(new.stop - new.start, len(keys), inputs["window"]).astype(np.float64)
         share = seen / seen.sum(1, keepdims=True)
         wide = np.repeat(values.astype(np.float64), group, axis=1)
@@ -357,6 +374,7 @@ SHARED = (
     Property("output_within_the_values", _within_values),
     Property("equal_values_come_back", _equal_values),
     Property("equal_keys_give_the_mean", _equal_keys),
+    Property("large_equal_scores_give_the_mean", _large_scores),
     Property("keys_before_the_window_are_not_read", _before_window),
     Property("window_of_one_is_the_token_itself", _window_of_one),
     Property("window_of_the_whole_context_hides_nothing", _wide_window),
@@ -367,10 +385,10 @@ SHARED = (
 )
 PREFILL_DIMS = {"B": Dim(1, 4, (2, 3)), "length": Dim(0, 70, (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65))}
 START = Dim(0, 70, (1, 2, 7, 8, 9, 31, 33, 63, 64, 65))
-NAN_FUTURE = Case({"B": 1, "length": 2, "start": 0, "window": 0, "kv_heads": 1, "group": 1, "head_dim": 16})
+NAN_FUTURE = Case({"B": 1, "length": 2, "start": 0, "window": 0, "kv_heads": 1, "group": 1, "head_dim": 64})
 
 TEN_OVER_FOUR = replace(NAN_FUTURE.with_dims(length=10), seed=5)  # 10 queries, 4 keys
-BEHIND_WINDOW = Case({"B": 1, "start": 2, "window": 0, "kv_heads": 1, "group": 1, "head_dim": 16})
+BEHIND_WINDOW = Case({"B": 1, "start": 2, "window": 0, "kv_heads": 1, "group": 1, "head_dim": 64})
 LEAK = "a masked key weighs 0 in scaled_dot_product_attention, and 0 * NaN is NaN"
 
 
