@@ -19,11 +19,12 @@ KERNELS = Path(__file__).parent.parent / "mojo" / "kernels"
 
 
 def source_hash() -> str:
-    """Hash of every kernel source and of the compiler versions: the state a precompiled package belongs to."""
+    """Hash of every kernel and graph source and of the compiler versions: the state a compiled artefact belongs to."""
     digest = hashlib.sha256(f"{version('mojo')} {version('max')}".encode())
-    for path in sorted(KERNELS.rglob("*.mojo")):
-        digest.update(str(path.relative_to(KERNELS)).encode())
-        digest.update(path.read_bytes())
+    for folder, pattern in ((KERNELS, "*.mojo"), (Path(__file__).parent, "*.py")):
+        for path in sorted(folder.rglob(pattern)):
+            digest.update(str(path.relative_to(folder)).encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 
 from shipway.client import Worker
+from shipway.compiled import read_compiled
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.checkpoint import Checkpoint, open_checkpoint
 from shipway.model.resolve import resolve
@@ -161,8 +162,8 @@ class Model:
 
 def load(
     path_or_name: str | Path,
-    route: str = "mojo-graph",
-    dtype: str = "f32",
+    route: str | None = None,
+    dtype: str | None = None,
     weights: str | None = None,
     device: str = "cpu",
     threads: int | None = None,
@@ -171,9 +172,10 @@ def load(
     """Loads a checkpoint for one route.
 
     Args:
-        path_or_name: Hugging Face directory, GGUF file, or a model name.
-        route: A route of ``shipway routes``.
-        dtype: Activations and KV cache, ``"f32"`` or ``"bf16"``.
+        path_or_name: Hugging Face directory, GGUF file, a model name, or a directory made by ``shipway compile``, which
+            starts without compiling and brings its own route, dtype and weights.
+        route: A route of ``shipway routes``, by default ``"mojo-graph"``.
+        dtype: Activations and KV cache, ``"f32"`` (the default) or ``"bf16"``.
         weights: Storage format of the matrices, by default ``dtype``.
         device: ``"cpu"``.
         threads: CPU threads, by default every CPU this process may use.
@@ -184,17 +186,34 @@ def load(
         CannotRunError: The route cannot run here; the message says what would make it run.
         WorkerError: The route broke while loading.
     """
-    info = find_route(route)
+    path = resolve(path_or_name)
+    compiled = read_compiled(path)
+    if compiled is not None:
+        for key, asked in (("route", route), ("dtype", dtype), ("weights", weights)):
+            if asked not in (None, getattr(compiled, key)):
+                raise ShipwayError(f"{path} was compiled for {key} {getattr(compiled, key)}, not {asked}")
+        route, dtype, weights = compiled.route, compiled.dtype, compiled.weights
+    route, dtype = route or "mojo-graph", dtype or "f32"
     weights = weights or dtype
+    info = find_route(route)
     if (reason := info.why_not(dtype, weights, device)) is not None:
         raise CannotRunError(f"{route} {reason}")
     threads = check_threads(threads)
-    checkpoint = open_checkpoint(resolve(path_or_name))
+    checkpoint = open_checkpoint(path)
     limit = checkpoint.config.max_position_embeddings
     max_context = max_context or min(limit, DEFAULT_CONTEXT)
     if max_context > limit:
         raise ShipwayError(f"a context of {max_context} tokens exceeds the model's {limit}")
-    return Model(checkpoint, info, RunSpec(str(checkpoint.path), dtype, weights, device, threads, max_context))
+    spec = RunSpec(
+        model=str(checkpoint.path),
+        dtype=dtype,
+        weights=weights,
+        device=device,
+        threads=threads,
+        max_context=max_context,
+        compiled=compiled.artefact if compiled else None,
+    )
+    return Model(checkpoint, info, spec)
 
 
 def check_threads(threads: int | None) -> int:

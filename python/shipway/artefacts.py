@@ -5,6 +5,7 @@ A key names everything a compiled artefact depends on; two processes that need t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,8 @@ from shipway.errors import ShipwayError
 from shipway.model.resolve import cache_dir
 
 _RECORD = "artefact.json"
+MOST_BYTES = 8 << 30
+"""Disk space the store may take before what was used longest ago goes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,25 @@ class Artefact:
     compile_s: float
     made: str
     size: int
+
+
+def stored() -> list[tuple[str, Artefact, float]]:
+    """Returns kind, artefact and time of last use (seconds since the epoch) of everything kept, latest use first."""
+    records = (cache_dir() / "artefacts").glob(f"*/*/{_RECORD}")
+    found = [(record.parent.parent.name, record.parent, record.stat().st_mtime) for record in records]
+    return [
+        (kind, _describe(path, cold=False), used)
+        for kind, path, used in sorted(found, key=lambda entry: entry[2], reverse=True)
+    ]
+
+
+def _forget_beyond(most: int, keep: Path) -> None:
+    """Removes the artefacts used longest ago until the rest takes at most ``most`` bytes."""
+    total = 0
+    for _, kept, _ in stored():
+        total += kept.size
+        if total > most and kept.path != keep:
+            shutil.rmtree(kept.path, ignore_errors=True)
 
 
 def cpu_target() -> str:
@@ -62,7 +84,7 @@ def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], Non
     Raises:
         ShipwayError: The cache cannot be written.
     """
-    text = json.dumps(parts, sort_keys=True, default=str)
+    text = _text(parts)
     path = cache_dir() / "artefacts" / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
     if (path / _RECORD).exists():
         return _read(path, cold=False)
@@ -82,6 +104,7 @@ def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], Non
                 (partial / _RECORD).write_text(json.dumps(record, indent=1, default=str))
                 shutil.rmtree(path, ignore_errors=True)  # half an artefact without a record
                 partial.rename(path)
+                _forget_beyond(MOST_BYTES, keep=path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -89,7 +112,36 @@ def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], Non
     return _read(path, cold=True)
 
 
+def shipped(directory: Path, parts: Mapping[str, object]) -> Artefact:
+    """Returns the artefact that ``directory`` holds, if it is one of these parts.
+
+    Raises:
+        ShipwayError: There is none, or it was compiled for something else: which, and what is here.
+    """
+    try:
+        found = json.loads((directory / _RECORD).read_text())["parts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShipwayError(f"{directory} holds no compiled model: make it again with shipway compile") from error
+    expected = json.loads(_text(parts))
+    differing = [
+        f"{key} {found.get(key)!s}, here {expected[key]}" for key in expected if found.get(key) != expected[key]
+    ]
+    if differing:
+        raise ShipwayError(f"{directory} was compiled for {'; '.join(differing)}: make it again with shipway compile")
+    return _read(directory, cold=False)
+
+
+def _text(parts: Mapping[str, object]) -> str:
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
 def _read(path: Path, cold: bool) -> Artefact:
+    with contextlib.suppress(OSError):  # a read-only directory keeps its date
+        os.utime(path / _RECORD)  # the time of its last use
+    return _describe(path, cold)
+
+
+def _describe(path: Path, cold: bool) -> Artefact:
     record = json.loads((path / _RECORD).read_text())
-    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return Artefact(path, cold, record["compile_s"], record["made"], size)

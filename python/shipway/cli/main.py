@@ -16,9 +16,12 @@ from typing import Any
 import typer
 
 from shipway.cli.bench import bench
+from shipway.cli.cache import cache
+from shipway.cli.compile import compile
 from shipway.cli.doctor import doctor
 from shipway.cli.generate import generate
 from shipway.cli.inspect import inspect
+from shipway.cli.load_time import load_time
 from shipway.cli.report import report
 from shipway.cli.routes import routes
 from shipway.errors import ShipwayError
@@ -48,7 +51,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (bench, generate, inspect, routes, doctor, report):
+for command in (bench, generate, compile, load_time, inspect, routes, doctor, report, cache):
     app.command()(_guarded(command))
 
 

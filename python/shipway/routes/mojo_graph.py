@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shipway.artefacts import artefact, cpu_target
+from shipway.artefacts import artefact, cpu_target, shipped
 from shipway.errors import ShipwayError
 from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
@@ -65,7 +65,7 @@ class MojoGraph:
             "target": cpu_target(),
             "max": version("max"),
         }
-        made = artefact("mojo-graph", parts, build)
+        made = shipped(Path(spec.compiled), parts) if spec.compiled else artefact("mojo-graph", parts, build)
         self._model = session.init(session.compile(made.path / "decoder.mef"), weights_registry=self._weights)
         compiled = time.perf_counter()
 
@@ -89,6 +89,7 @@ class MojoGraph:
             cold_compile_s=made.compile_s,
             cold_date=made.made,
             artefact_bytes=made.size,
+            artefact_path=str(made.path),
         )
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ class RunSpec:
         threads: CPU threads the route may use.
         max_context: Tokens the KV cache holds per sequence, prompt and new ones together.
         max_batch: Sequences the KV cache holds.
+        compiled: Directory of a compiled artefact made for this machine; ``None`` to use the artefact cache.
     """
 
     model: str
@@ -34,6 +35,7 @@ class RunSpec:
     threads: int = 1
     max_context: int = 1024
     max_batch: int = 1
+    compiled: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Prepared:
         cold_compile_s: Seconds the compilation took when it was cold, now or on ``cold_date``; ``None`` if unknown.
         cold_date: ISO date of that compilation.
         artefact_bytes: Size on disk of what was compiled for this model.
+        artefact_path: Its directory, for routes whose artefact can be shipped (``RouteInfo.ships``).
         notes: Short facts to print (mode of the compiler and the like).
     """
 
@@ -58,6 +61,7 @@ class Prepared:
     cold_compile_s: float | None = None
     cold_date: str | None = None
     artefact_bytes: int = 0
+    artefact_path: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -98,6 +102,7 @@ class RouteInfo:
         devices: Device kinds, ``("cpu",)``.
         dtypes: Activation dtypes.
         weight_formats: Storage formats of the matrices.
+        ships: ``shipway compile`` can put its artefact into a directory that starts without compiling.
         own_dtype_only: The matrices are stored in the activation dtype, whatever :attr:`weight_formats` lists.
         requires: Importable top-level modules the route needs.
         remedy: The command that installs what :attr:`requires` names.
@@ -114,6 +119,7 @@ class RouteInfo:
     requires: tuple[str, ...]
     remedy: str
     summary: str
+    ships: bool = False
     own_dtype_only: bool = False
 
     def why_not(self, dtype: str, weights: str, device: str) -> str | None:

@@ -1,0 +1,42 @@
+"""``shipway compile``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shipway.cli.options import Json, Model, Threads, Weights
+from shipway.cli.progress import progress
+from shipway.errors import CannotRunError
+from shipway.measure.result import SCHEMA_VERSION, write_json
+from shipway.model.resolve import DEFAULT_MODEL, resolve
+
+
+def compile(
+    out: Annotated[Path, typer.Option(help="Directory to make; it must not exist yet.")],
+    model: Model = DEFAULT_MODEL,
+    route: Annotated[str, typer.Option(help="Route to compile with.")] = "mojo-graph",
+    dtype: Annotated[str, typer.Option(help="Activation dtype.")] = "f32",
+    weights: Weights = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """Compile a model into a directory that starts in seconds, on machines with this CPU and these versions."""
+    from shipway.api import check_threads, find_route
+    from shipway.compiled import compile_model
+
+    info = find_route(route)
+    weights = weights or dtype
+    if (reason := info.why_not(dtype, weights, "cpu")) is not None:
+        raise CannotRunError(f"{route} {reason}")
+    with progress() as show:
+        prepared = compile_model(resolve(model), info, dtype, weights, check_threads(threads), out, show)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    if json is not None:
+        document = {"path": str(out), "route": route, "dtype": dtype, "weights": weights, "bytes": size}
+        write_json(json, {"schema_version": SCHEMA_VERSION, "command": "compile", **document})
+    how = f"compiled in {prepared.compile_s:.1f} s" if prepared.compile_cold else "compiled before"
+    print(f"{out}: {route} {dtype}, {weights} weights, {size / (1 << 20):,.1f} MiB, {how}")
+    print(f'start it with: shipway generate --model {out} --prompt "..."')

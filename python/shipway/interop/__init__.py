@@ -1,0 +1,1 @@
+"""Our kernels inside other people's programs: torch ops made of Mojo, a MAX graph that is a torch module."""

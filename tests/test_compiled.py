@@ -1,0 +1,91 @@
+"""Compiled models: they start without compiling, and only where they were made for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shipway
+import tiny_checkpoints
+from shipway.compiled import compile_model, read_compiled
+from shipway.errors import CannotRunError, ShipwayError
+from shipway.routes.catalogue import ROUTES
+
+PROMPT, NEW = "def main(", 12
+
+
+def text(model: shipway.Model) -> str:
+    return "".join(token.text for token in model.generate(PROMPT, max_new=NEW, greedy=True))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoints.make("llama3", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def compiled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compiled") / "model"
+    compile_model(checkpoint, ROUTES["mojo-graph"], "bf16", "bf16", 1, out, lambda line: None)
+    return out
+
+
+def test_starts_from_its_own_artefact_and_says_the_same(
+    checkpoint: Path, compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shipway.load(checkpoint, dtype="bf16", threads=1) as model:
+        expected = text(model)
+    moved = tmp_path / "moved"
+    compiled.rename(moved)
+    try:
+        monkeypatch.setenv("SHIPWAY_CACHE", str(tmp_path / "empty"))  # nothing to fall back on
+        with shipway.load(moved, threads=1) as model:
+            assert model.route == "mojo-graph"
+            assert not model.prepared.compile_cold
+            assert text(model) == expected
+        assert not (tmp_path / "empty" / "artefacts").exists()
+    finally:
+        moved.rename(compiled)
+
+
+@pytest.mark.parametrize(("part", "named"), [("target", "another-cpu"), ("max", "25.1"), ("sources", "0123")])
+def test_one_made_for_something_else_is_refused_by_name(compiled: Path, part: str, named: str) -> None:
+    record = compiled / "compiled" / "artefact.json"
+    kept = record.read_text()
+    changed = json.loads(kept)
+    changed["parts"][part] = named
+    record.write_text(json.dumps(changed))
+    try:
+        with pytest.raises(ShipwayError, match=f"{part} {named}.*shipway compile"):
+            shipway.load(compiled, threads=1)
+    finally:
+        record.write_text(kept)
+
+
+def test_contradicting_arguments_are_refused(compiled: Path) -> None:
+    with pytest.raises(ShipwayError, match="compiled for dtype bf16, not f32"):
+        shipway.load(compiled, dtype="f32")
+    with pytest.raises(ShipwayError, match="compiled for route mojo-graph"):
+        shipway.load(compiled, route="torch-eager")
+
+
+def test_damaged_manifest_is_one_clear_line(tmp_path: Path) -> None:
+    assert read_compiled(tmp_path) is None
+    for damage in ("{", "{}", '{"version": 99}', "[]"):
+        (tmp_path / "shipway.json").write_text(damage)
+        with pytest.raises(ShipwayError, match="compile the model again"):
+            read_compiled(tmp_path)
+
+
+def test_nothing_is_left_behind_when_compiling_fails(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ShipwayError, match="in the way"):
+        compile_model(checkpoint, ROUTES["mojo-graph"], "f32", "f32", 1, tmp_path / "full", lambda line: None)
+    with pytest.raises(CannotRunError, match="nothing to compile"):
+        compile_model(checkpoint, ROUTES["torch-eager"], "f32", "f32", 1, tmp_path / "new", lambda line: None)
+    with pytest.raises(ShipwayError):
+        compile_model(tmp_path, ROUTES["mojo-graph"], "f32", "f32", 1, tmp_path / "new", lambda line: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
