@@ -28,6 +28,7 @@ ROUTES = {
             weight_formats=("f32", "bf16", "f16"),
             requires=("max", "mojo"),
             remedy="pip install max==26.7.0 mojo==1.2.0",
+            ships=True,
             summary="our Mojo kernels composed into one MAX graph",
         ),
     )
