@@ -2,13 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, TensorType, TensorValue, Weight
+from max.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, TensorValue, Weight
 
 from shipway.graphs import ops
 from shipway.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step reads: ``tokens [T]``, ``offsets [B + 1]``, ``start [B]``, ``rows [R]``, all int32."""
+
+    tokens: TensorValue
+    offsets: TensorValue
+    start: TensorValue
+    rows: TensorValue
+
+
+def external_weights(
+    graph: Graph, config: ModelConfig, matrix: DType, device: DeviceRef
+) -> Callable[[str], TensorValue]:
+    """Returns the function that declares a weight of the graph by its Hugging Face name; vectors are f32."""
+    shapes = config.tensor_shapes()
+
+    def weight(name: str) -> TensorValue:
+        shape = shapes[name]
+        # Alignment 1: a memory-mapped tensor starts wherever its file puts it.
+        return graph.add_weight(Weight(name, matrix if len(shape) == 2 else DType.float32, shape, device, align=1))
+
+    return weight
+
+
+def decode(
+    config: ModelConfig,
+    act: DType,
+    weight: Callable[[str], TensorValue],
+    batch: Batch,
+    table: TensorValue,
+    cache: BufferValue | ops.Pages,
+) -> TensorValue:
+    """The layers: logits f32 ``[R, vocab_size]`` of the batch's rows; its keys and values go into the cache."""
+    embed = weight("model.embed_tokens.weight")
+    x = ops.embedding(batch.tokens, embed)
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}."
+        attn = at + "self_attn."
+        q = ops.qkv_rope_append(
+            ops.rms_norm(x, weight(at + "input_layernorm.weight"), config.rms_norm_eps, act),
+            (weight(attn + "q_proj.weight"), weight(attn + "k_proj.weight"), weight(attn + "v_proj.weight")),
+            (weight(attn + "q_proj.bias"), weight(attn + "k_proj.bias"), weight(attn + "v_proj.bias"))
+            if config.qkv_bias
+            else None,
+            (weight(attn + "q_norm.weight"), weight(attn + "k_norm.weight")) if config.qk_norm else None,
+            config.rms_norm_eps,
+            table,
+            cache,
+            batch.offsets,
+            batch.start,
+            layer,
+            config.head_dim,
+        )
+        scale = config.head_dim**-0.5
+        y = ops.attention(q, cache, batch.offsets, batch.start, layer, scale, config.sliding_window[layer] or 0)
+        y = y.reshape((y.shape[0], config.num_attention_heads * config.head_dim))
+        x = ops.linear_residual(y, weight(attn + "o_proj.weight"), x)
+        h = ops.rms_norm(x, weight(at + "post_attention_layernorm.weight"), config.rms_norm_eps, act)
+        h = ops.gate_up_silu(h, weight(at + "mlp.gate_proj.weight"), weight(at + "mlp.up_proj.weight"))
+        x = ops.linear_residual(h, weight(at + "mlp.down_proj.weight"), x)
+    head = embed if config.tie_word_embeddings else weight("lm_head.weight")
+    return ops.lm_head(ops.rms_norm(x, weight("model.norm.weight"), config.rms_norm_eps, act), head, batch.rows)
 
 
 def build_decoder(config: ModelConfig, dtype: str, weights: str, extension: Path, device: DeviceRef) -> Graph:
@@ -41,44 +107,10 @@ def build_decoder(config: ModelConfig, dtype: str, weights: str, extension: Path
             device,
         ),
     ]
-    shapes = config.tensor_shapes()
     with Graph("decoder", input_types=inputs, custom_extensions=[extension]) as graph:
-
-        def weight(name: str) -> TensorValue:
-            shape = shapes[name]
-            # Alignment 1: a memory-mapped tensor starts wherever its file puts it.
-            return graph.add_weight(Weight(name, matrix if len(shape) == 2 else DType.float32, shape, device, align=1))
-
+        weight = external_weights(graph, config, matrix, device)
         tokens, offsets, start, rows, table = (value.tensor for value in graph.inputs[:5])
-        cache = graph.inputs[5].buffer
-        embed = weight("model.embed_tokens.weight")
-        x = ops.embedding(tokens, embed)
-        for layer in range(config.num_hidden_layers):
-            at = f"model.layers.{layer}."
-            attn = at + "self_attn."
-            q = ops.qkv_rope_append(
-                ops.rms_norm(x, weight(at + "input_layernorm.weight"), config.rms_norm_eps, act),
-                (weight(attn + "q_proj.weight"), weight(attn + "k_proj.weight"), weight(attn + "v_proj.weight")),
-                (weight(attn + "q_proj.bias"), weight(attn + "k_proj.bias"), weight(attn + "v_proj.bias"))
-                if config.qkv_bias
-                else None,
-                (weight(attn + "q_norm.weight"), weight(attn + "k_norm.weight")) if config.qk_norm else None,
-                config.rms_norm_eps,
-                table,
-                cache,
-                offsets,
-                start,
-                layer,
-                config.head_dim,
-            )
-            scale = config.head_dim**-0.5
-            y = ops.attention(q, cache, offsets, start, layer, scale, config.sliding_window[layer] or 0)
-            y = y.reshape((y.shape[0], config.num_attention_heads * config.head_dim))
-            x = ops.linear_residual(y, weight(attn + "o_proj.weight"), x)
-            h = ops.rms_norm(x, weight(at + "post_attention_layernorm.weight"), config.rms_norm_eps, act)
-            h = ops.gate_up_silu(h, weight(at + "mlp.gate_proj.weight"), weight(at + "mlp.up_proj.weight"))
-            x = ops.linear_residual(h, weight(at + "mlp.down_proj.weight"), x)
-        head = embed if config.tie_word_embeddings else weight("lm_head.weight")
-        logits = ops.lm_head(ops.rms_norm(x, weight("model.norm.weight"), config.rms_norm_eps, act), head, rows)
+        batch = Batch(tokens, offsets, start, rows)
+        logits = decode(config, act, weight, batch, table, graph.inputs[5].buffer)
         graph.output(logits, ops.greedy(logits))
     return graph

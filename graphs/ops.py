@@ -1,16 +1,34 @@
 """One function per op: the Mojo op of the same name, called inside a MAX graph.
 
 Shapes: T tokens of a ragged batch of B sequences, ``offsets [B + 1]`` their first rows, ``start [B]`` the tokens
-already in the KV cache ``[slots, layers, 2, capacity, kv_heads, head_dim]``. ``act`` is the activation dtype.
+already in the KV cache: one buffer ``[slots, layers, 2, capacity, kv_heads, head_dim]``, or :class:`Pages`. ``act`` is
+the activation dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, TensorType, TensorValue, Value, ops
+
+
+@dataclass(frozen=True)
+class Pages:
+    """MAX's paged KV cache.
+
+    Attributes:
+        blocks: ``[pages, 2, layers, page_size, kv_heads, head_dim]``, page_size a multiple of 128.
+        lookup: uint32 ``[B, pages of a sequence]``, the page of each page_size positions.
+        page_stride: int64 ``[1]``, elements from a page to the next, negative when packed.
+    """
+
+    blocks: BufferValue
+    lookup: TensorValue
+    page_stride: TensorValue
+
 
 DTYPES = {"f32": DType.float32, "bf16": DType.bfloat16, "f16": DType.float16}
 
@@ -22,6 +40,13 @@ def _call(
     types = [TensorType(dtype, shape, device)]
     call = ops.inplace_custom if any(isinstance(v, BufferValue) for v in values) else ops.custom
     return call(name, device=device, values=list(values), out_types=types, parameters=parameters or None)[0].tensor
+
+
+def _on(cache: BufferValue | Pages, op: str) -> tuple[str, list[Value]]:
+    """Name of an op for this cache's layout, and the cache's inputs."""
+    if isinstance(cache, Pages):
+        return f"{op}_paged", [cache.blocks, cache.lookup, cache.page_stride]
+    return op, [cache]
 
 
 def scalar(value: float, dtype: DType) -> TensorValue:
@@ -47,7 +72,7 @@ def qkv_rope_append(
     norms: tuple[TensorValue, TensorValue] | None,
     eps: float | TensorValue,
     table: TensorValue,
-    cache: BufferValue,
+    cache: BufferValue | Pages,
     offsets: TensorValue,
     start: TensorValue,
     layer: int | TensorValue,
@@ -63,10 +88,22 @@ def qkv_rope_append(
     eps = scalar(eps, DType.float32) if isinstance(eps, float) else eps
     layer = scalar(layer, DType.int32) if isinstance(layer, int) else layer
     heads = weights[0].shape[0] // head_dim
+    name, cached = _on(cache, "qkv_rope_append")
     return _call(
-        "qkv_rope_append",
-        [cache, x, *weights, *(biases or (unused,) * 3), *(norms or (unused,) * 2), eps, table, offsets, start, layer],
-        cache.dtype,
+        name,
+        [
+            *cached,
+            x,
+            *weights,
+            *(biases or (unused,) * 3),
+            *(norms or (unused,) * 2),
+            eps,
+            table,
+            offsets,
+            start,
+            layer,
+        ],
+        cached[0].dtype,
         [x.shape[0], heads, head_dim],
         head_dim=head_dim,
         has_bias=biases is not None,
@@ -76,7 +113,7 @@ def qkv_rope_append(
 
 def attention(
     q: TensorValue,
-    cache: BufferValue,
+    cache: BufferValue | Pages,
     offsets: TensorValue,
     start: TensorValue,
     layer: int | TensorValue,
@@ -91,9 +128,8 @@ def attention(
     layer = scalar(layer, DType.int32) if isinstance(layer, int) else layer
     scale = scalar(scale, DType.float32) if isinstance(scale, float) else scale
     window = scalar(window, DType.int32) if isinstance(window, int) else window
-    return _call(
-        "attention", [cache, q, offsets, start, layer, scale, window], q.dtype, q.shape, head_dim=int(q.shape[2])
-    )
+    name, cached = _on(cache, "attention")
+    return _call(name, [*cached, q, offsets, start, layer, scale, window], q.dtype, q.shape, head_dim=int(q.shape[2]))
 
 
 def linear(x: TensorValue, w: TensorValue) -> TensorValue:
