@@ -24,6 +24,7 @@ from shipway.cli.inspect import inspect
 from shipway.cli.load_time import load_time
 from shipway.cli.report import report
 from shipway.cli.routes import routes
+from shipway.cli.serve import serve
 from shipway.errors import ShipwayError
 
 app = typer.Typer(
@@ -51,7 +52,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (bench, generate, compile, load_time, inspect, routes, doctor, report, cache):
+for command in (bench, generate, serve, compile, load_time, inspect, routes, doctor, report, cache):
     app.command()(_guarded(command))
 
 
