@@ -72,6 +72,7 @@ def result(status: str) -> Result:
             "cold": None,
             "warm": None,
             "install_bytes": None,
+            "lock_in": "open (MIT)",
             "peak_memory_bytes": None,
             "decode_bytes": 1e9,
             "prefill_flops": 1e9,

@@ -23,6 +23,7 @@ from shipway.measure.environment import (
     memory_available,
     wait_until_idle,
 )
+from shipway.measure.lock_in import lock_in
 from shipway.measure.prices import choose_price
 from shipway.measure.probes import PROBE
 from shipway.measure.result import SCHEMA_VERSION, Entry, ProbeSample, Result
@@ -185,6 +186,7 @@ class Benchmark:
             "verdict": None,
             "starts": [],
             "install_bytes": install_bytes(info.requires) if reason is None else None,
+            "lock_in": lock_in(info.name),
             "peak_memory_bytes": None,
             "decode_bytes": 0.0,
             "prefill_flops": float(limits.prefill_flops(config, settings.prompt_tokens)),

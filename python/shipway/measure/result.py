@@ -49,7 +49,8 @@ class Entry(TypedDict):
     """One route in one dtype.
 
     ``status`` is ``ok``, ``fail`` (verdict), ``failed`` (broke) or ``not run``. ``starts`` holds the first start in
-    this run and, if that compiled anything, a second one that found it in the cache.
+    this run and, if that compiled anything, a second one that found it in the cache. ``lock_in`` says licence and
+    openness of the route's compiler.
     """
 
     route: str
@@ -60,6 +61,7 @@ class Entry(TypedDict):
     verdict: dict[str, Any] | None
     starts: list[Start]
     install_bytes: int | None
+    lock_in: str
     peak_memory_bytes: int | None
     decode_bytes: float
     prefill_flops: float

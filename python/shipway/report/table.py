@@ -105,6 +105,7 @@ def _one_time_lines(rows: list[Row]) -> list[list[str]]:
             "artefact",
             "install",
             "peak memory",
+            "lock-in",
         ]
     ]
     for row in rows:
@@ -115,7 +116,7 @@ def _one_time_lines(rows: list[Row]) -> list[list[str]]:
         warm = NONE if last["compile_cold"] else f"{last['compile_s']:.1f}"
         figures = [_cold(entry["starts"][0]), warm, f"{last['import_s']:.1f}", f"{last['load_s']:.1f}"]
         sizes = [last["artefact_bytes"], entry["install_bytes"], entry["peak_memory_bytes"]]
-        lines.append([entry["route"], entry["dtype"], *figures, *map(_bytes, sizes)])
+        lines.append([entry["route"], entry["dtype"], *figures, *map(_bytes, sizes), entry["lock_in"]])
     return lines
 
 
