@@ -27,6 +27,7 @@ FILES = (
     ("test_lint.py", LINT),
     ("test_architecture_*.py", PARITY),
     ("test_mojo_graph*.py", PARITY),
+    ("test_serve.py", PARITY),
     ("test_mojo.py", NUMERICS),
     ("test_mutants.py", NUMERICS),
     ("test_ops_*.py", NUMERICS),

@@ -68,13 +68,15 @@ def refuse_deadly(context: TextContext) -> None:
 
     MAX itself refuses prompts that are empty or too long and sampling parameters out of range. It does not look at ids
     in a prompt given as ids, which the embedding would read past its end, nor at ``echo`` with ``logprobs``, which
-    asks for logits of the prompt.
+    asks for logits of the prompt, nor at the size of ``top_k``, which its sampler allocates.
     """
     ids = context.tokens.prompt
     if not 0 <= ids.min() <= ids.max() < context.vocab_size:
         raise InputError(f"Prompt token ids must be in 0..{context.vocab_size - 1}.")
     if context.log_probabilities and context.log_probabilities_echo:
         raise InputError("echo together with logprobs is not supported.")
+    if context.sampling_params.top_k > context.vocab_size:
+        raise InputError(f"top_k must not exceed the {context.vocab_size} tokens of the vocabulary.")
 
 
 ARCHITECTURES = [

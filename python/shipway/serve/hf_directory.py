@@ -75,7 +75,7 @@ def _hf_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": list(tokenizer.eos_ids),
         "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
+        "rope_scaling": rope_scaling(config.rope),
     }
     if window is not None:
         raw |= {
@@ -88,7 +88,12 @@ def _hf_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
 
 
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """Returns the ``rope_scaling`` of a config.json, or ``None`` where positions are not scaled.
+
+    Raises:
+        ShipwayError: The file's own divisors are not those of Llama 3's formula.
+    """
     if rope.kind == "none":
         return None
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

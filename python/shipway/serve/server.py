@@ -180,13 +180,17 @@ class Server:
             return False
 
     def _died(self, how: str) -> ServerError:
-        # What a dying worker raised comes first; the server's own unwinding follows it.
-        text = self.log.read_text(errors="replace").partition("Worker crashed")[0]
-        errors = re.findall(r"^(?:[\w.]*(?:Error|Exception)|error): .*", text, re.MULTILINE)
-        reason = (errors or text.strip().splitlines() or ["no output"])[-1]
+        reason = death_reason(self.log.read_text(errors="replace"))
         return ServerError(
             f"MAX's server {how} (exit code {self._process.returncode}): {reason[:300]}; log: {self.log}"
         )
+
+
+def death_reason(log: str) -> str:
+    """Returns the line of a server's log that says best why it ended: what the model's process raised last."""
+    before = log.partition("Worker crashed")[0]  # what follows is the server's own unwinding
+    errors = re.findall(r"^(?:[\w.]*(?:Error|Exception)|error): .*", before, re.MULTILINE)
+    return (errors or before.strip().splitlines() or ["no output"])[-1]
 
 
 def _check_installed() -> None:
