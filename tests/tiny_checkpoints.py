@@ -59,6 +59,9 @@ SPECS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 8,
         "max_window_layers": 1,
+        "tie_word_embeddings": True,
+        "rope_scaling": _LLAMA3_ROPE,
+        "rope_theta": 5000.0,
     },
     "qwen3": _LLAMA | {"model_type": "qwen3", "hidden_size": 32, "head_dim": 24, "num_key_value_heads": 1},
     "smollm2": _LLAMA

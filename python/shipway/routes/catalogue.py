@@ -31,5 +31,18 @@ ROUTES = {
             ships=True,
             summary="our Mojo kernels composed into one MAX graph",
         ),
+        RouteInfo(
+            name="torch-compile",
+            pole="heuristic",
+            rung="graph",
+            factory="shipway.routes.torch_compile:TorchCompile",
+            devices=("cpu",),
+            dtypes=("f32", "bf16"),
+            weight_formats=("f32", "bf16"),
+            requires=("torch",),
+            remedy="pip install torch==2.13.0",
+            summary="PyTorch through Inductor: max-autotune, frozen weights",
+            own_dtype_only=True,
+        ),
     )
 }
