@@ -104,7 +104,7 @@ def third_party_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout)) - sys.stdlib_module_names - {"shipway", "__editable__"}
 
 
-HEAVY = {"torch", "max", "mojo", "transformers", "tvm", "matplotlib", "huggingface_hub"}
+HEAVY = {"torch", "jax", "max", "mojo", "transformers", "tvm", "matplotlib", "huggingface_hub"}
 
 
 @pytest.mark.parametrize("module", ["shipway", "shipway.cli.main", "shipway.worker", "shipway.routes.catalogue"])

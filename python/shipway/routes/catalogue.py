@@ -44,5 +44,18 @@ ROUTES = {
             summary="PyTorch through Inductor: max-autotune, frozen weights",
             own_dtype_only=True,
         ),
+        RouteInfo(
+            name="xla",
+            pole="heuristic",
+            rung="graph",
+            factory="shipway.routes.xla:Xla",
+            devices=("cpu",),
+            dtypes=("f32", "bf16"),
+            weight_formats=("f32", "bf16"),
+            requires=("jax", "jaxlib"),
+            remedy="pip install jax==0.10.2 jaxlib==0.10.2",
+            summary="the decoder in JAX, compiled by XLA",
+            own_dtype_only=True,
+        ),
     )
 }

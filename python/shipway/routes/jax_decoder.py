@@ -1,0 +1,125 @@
+"""A Llama-family decoder in JAX: what the ``xla`` route compiles.
+
+Weights and KV cache are arguments. The residual stream, RoPE, scores and softmax are float32; in bf16 the operands of
+every product with weights are bfloat16 and its sum float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shipway.model.config import ModelConfig
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+Weights = dict[str, jax.Array]
+Cache = list[tuple[jax.Array, jax.Array]]
+
+
+def empty_cache(config: ModelConfig, dtype: str, batch: int, capacity: int) -> Cache:
+    """Returns keys and values ``[B, kv_heads, capacity, head_dim]`` of every layer."""
+    shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+    return [(jnp.zeros(shape, DTYPES[dtype]), jnp.zeros(shape, DTYPES[dtype])) for _ in config.sliding_window]
+
+
+def step(
+    config: ModelConfig,
+    kv_length: int,
+    every_row: bool,
+    weights: Weights,
+    cache: Cache,
+    table: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Appends tokens to the cache, at position ``start`` of every sequence.
+
+    Args:
+        config: The architecture.
+        kv_length: How much of the cache is read; at least ``start + length``.
+        every_row: Logits of every token instead of each sequence's last.
+        weights: Matrices in the activation dtype, norm weights and biases f32, by their Hugging Face names.
+        cache: As :func:`empty_cache` made it; its capacity is at least ``start + S``.
+        table: RoPE table f32 ``[capacity, rotary_dim]``: cosines and sines side by side.
+        tokens: Ids ``[B, S]`` int32; those from ``length`` on are padding. What padding writes to the cache lies behind
+            the sequence: the next tokens overwrite it before anything attends to it.
+        start: Tokens in the cache, int32.
+        length: Tokens that are meant, int32.
+
+    Returns:
+        The cache, logits f32 ``[B, vocab_size]`` or ``[B, S, vocab_size]``, their greedy ids.
+    """
+    batch, new = tokens.shape
+    embedding = weights["model.embed_tokens.weight"]
+    act = embedding.dtype
+    angles = lax.dynamic_slice_in_dim(table, start, new)[:, None]
+    distance = (start + jnp.arange(new))[:, None] - jnp.arange(kv_length)
+
+    def linear(x: jax.Array, name: str) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1]).astype(act)
+        if act == jnp.bfloat16 and len(rows) == 1:
+            # XLA's product of one bf16 row reads weights 20 times slower than that of two (an LM head: 128 and 7 ms).
+            rows = jnp.repeat(rows, 2, axis=0)
+        y = _product("sk,nk->sn", rows, weights[name + ".weight"])[: batch * x.shape[1]]
+        y = y.reshape(*x.shape[:-1], -1)
+        return y + weights[name + ".bias"] if name + ".bias" in weights else y
+
+    def norm(x: jax.Array, name: str) -> jax.Array:
+        mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * lax.rsqrt(mean + config.rms_norm_eps) * weights[name + ".weight"]
+
+    x = embedding[tokens].astype(jnp.float32)
+    updated = []
+    for layer, (window, (keys, values)) in enumerate(zip(config.sliding_window, cache, strict=True)):
+        at = f"model.layers.{layer}."
+        h = norm(x, at + "input_layernorm")
+        heads = []
+        for name in "qkv":
+            head = linear(h, f"{at}self_attn.{name}_proj").reshape(batch, new, -1, config.head_dim)
+            if name != "v":
+                head = norm(head, f"{at}self_attn.{name}_norm") if config.qk_norm else head
+                head = _rotate(head, angles)
+            heads.append(head.swapaxes(1, 2).astype(act))
+        q, k, v = heads
+        keys = lax.dynamic_update_slice_in_dim(keys, k, start, axis=2)
+        values = lax.dynamic_update_slice_in_dim(values, v, start, axis=2)
+        updated.append((keys, values))
+        # Heads that share a key head become rows of one matrix, so that keys and values are never repeated.
+        q = q.reshape(batch, config.num_key_value_heads, -1, new, config.head_dim)
+        # XLA has no batched product of bf16 with a float32 sum on the CPU.
+        keys, values = (kv[:, :, :kv_length].astype(jnp.float32) for kv in (keys, values))
+        scores = _product("bhgsd,bhtd->bhgst", q.astype(jnp.float32), keys) * config.head_dim**-0.5
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        attention = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        y = _product("bhgst,bhtd->bshgd", attention, values)
+        x = x + linear(y.reshape(batch, new, -1), at + "self_attn.o_proj")
+        h = norm(x, at + "post_attention_layernorm")
+        x = x + linear(
+            jax.nn.silu(linear(h, at + "mlp.gate_proj")) * linear(h, at + "mlp.up_proj"), at + "mlp.down_proj"
+        )
+    if not every_row:
+        x = lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
+    logits = linear(norm(x, "model.norm"), "model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+    logits = logits if every_row else logits[:, 0]
+    return updated, logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Sum of products in float32, at full precision."""
+    return jnp.einsum(dims, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotates the first ``rotary_dim`` of ``x [B, S, heads, head_dim]``; pairs are (i, i + rotary_dim / 2).
+
+    Args:
+        x: The heads, f32.
+        angles: Cosines and sines ``[S, 1, rotary_dim]``, side by side.
+    """
+    cos, sin = jnp.split(angles, 2, axis=-1)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin, rest), axis=-1)
