@@ -10,11 +10,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.utils
 
 import tiny_checkpoints
 from shipway.errors import ShipwayError
@@ -91,6 +93,19 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
     made.close()
 
 
+@pytest.fixture(scope="module")
+def compilations() -> Callable[[], int]:
+    """Counts what Dynamo and XLA have compiled in this process, as far as they are there."""
+    compiled_by_xla: list[str] = []
+    if find_spec("jax") is not None:
+        from jax import monitoring
+
+        monitoring.register_event_duration_secs_listener(
+            lambda event, _, **__: compiled_by_xla.append(event) if event.endswith("backend_compile_duration") else None
+        )
+    return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"] + len(compiled_by_xla)
+
+
 @pytest.mark.parametrize("length", [1, 7, 33])
 def test_prefill_gives_the_logits_of_the_last_token(served: Served, length: int) -> None:
     tokens = served.tokens(1, length)
@@ -138,6 +153,20 @@ def test_score_gives_every_position_and_leaves_the_cache_empty(served: Served) -
     assert_close(served.route.score(tokens[0]), served.expected(tokens)[0])
     served.route.prefill(tokens[:, :9])
     assert_close(served.route.logits(), served.expected(tokens[:, :9])[:, -1])
+
+
+def test_decoding_after_a_known_prompt_length_compiles_nothing(served: Served, compilations: Callable[[], int]) -> None:
+    """Timed runs follow a prefill of the same length: whatever else they need must be compiled by then."""
+    for length in (5, 20):
+        served.route.reset()
+        served.route.prefill(served.tokens(1, length))
+    before = compilations()
+    for length in (5, 20):
+        served.route.reset()
+        chosen = served.route.prefill(served.tokens(1, length))
+        for _ in range(tiny_checkpoints.CONTEXT - length):
+            chosen = served.route.decode(chosen)
+    assert compilations() == before
 
 
 def test_a_full_context_refuses_one_more_token_with_numbers(served: Served) -> None:
