@@ -85,8 +85,17 @@ def attention[
         )
     var op = offsets.unsafe_ptr()
     var sp = start.unsafe_ptr()
+    # A row before position 0 sees no key, and is 0: what the rows of a query
+    # longer than its keys are, masks being aligned bottom-right.
     check_sequences(
-        "attention", op, sp, b, q.dim_size(0), cached.capacity, cached.capacity
+        "attention",
+        op,
+        sp,
+        b,
+        q.dim_size(0),
+        cached.capacity,
+        cached.capacity,
+        Int.MIN,
     )
     var group = heads // cached.kv_heads
     var w = Int(window)
@@ -100,7 +109,7 @@ def attention[
         var rows = Int(op[unsafe_offset=i + 1]) - row
         var s = Int(sp[unsafe_offset=i])
         var low = first_key(s, w)
-        var splits = ceildiv(s + 1 - low // SPLIT * SPLIT, SPLIT)
+        var splits = ceildiv(max(0, s + 1 - low // SPLIT * SPLIT), SPLIT)
         var tiles = heads * ceildiv(rows, QUERIES)
         if rows == 1:
             tiles = cached.kv_heads * splits
@@ -108,7 +117,7 @@ def attention[
             Sequence(row, rows, s, low, splits, count, tiles, partials)
         )
         count += tiles
-        work += rows * heads * (s + rows) * D
+        work += rows * heads * max(0, s + rows) * D
         if rows == 1:
             partials += heads * splits * PARTIAL
 

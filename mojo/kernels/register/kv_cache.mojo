@@ -70,8 +70,10 @@ def check_sequences(
     tokens: Int,
     capacity: Int,
     positions: Int,
+    first: Int,
 ) raises:
-    """Raises unless the ragged rows cover `tokens` and end inside the cache."""
+    """Raises unless the ragged rows cover `tokens`, start at position `first`
+    or later and end inside the cache."""
     if (
         Int(offsets[unsafe_offset=0]) != 0
         or Int(offsets[unsafe_offset=b]) != tokens
@@ -82,7 +84,7 @@ def check_sequences(
         var end = Int(start[unsafe_offset=i]) + new
         if (
             new < 0
-            or start[unsafe_offset=i] < 0
+            or Int(start[unsafe_offset=i]) < first
             or end > capacity
             or end > positions
         ):

@@ -94,6 +94,7 @@ def qkv_rope_append[
         tiles.tokens,
         cached.capacity,
         table.dim_size(0),
+        0,
     )
     var out = output.unsafe_ptr()
     var xp = x.unsafe_ptr()
