@@ -97,6 +97,11 @@ class Refuses(Good):
         raise ShipwayError(f"{spec.model} is not for this route")
 
 
+class Unprepared(Good):
+    def prepare(self, spec: RunSpec) -> Prepared:
+        raise RuntimeError("Failed to compile")
+
+
 class Lacks(Good):
     def prepare(self, spec: RunSpec) -> Prepared:
         raise CannotRunError("needs a GPU: plug one in")

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -126,3 +128,21 @@ def test_masked_logits_are_fine() -> None:
 def test_arguments_out_of_range_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ShipwayError):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "seed"])
+@pytest.mark.parametrize("value", ["1", None, True, [1], 1j])
+def test_what_is_no_number_is_refused_with_its_value(name: str, value: object) -> None:
+    options = {"temperature": 1.0} | {name: value}
+    with pytest.raises(ShipwayError, match=f"{name.replace('_', '-')} must be.* not {re.escape(repr(value))}"):
+        Sampling(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed"])
+def test_what_is_no_whole_number_is_refused(name: str) -> None:
+    with pytest.raises(ShipwayError, match=r"a whole number .* not 2\.5"):
+        Sampling(temperature=1.0, **{name: 2.5})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    Sampling(np.float32(0.5), np.int64(3), np.float64(0.9), np.int32(1))  # type: ignore[arg-type]

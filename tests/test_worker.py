@@ -1,9 +1,11 @@
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 import fake_routes
 from shipway.channel import Channel, ChannelClosed
-from shipway.client import Worker, WorkerError
+from shipway.client import CacheFullError, Worker, WorkerError
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.routes.route import RunSpec
 from shipway.sampler import Sampling
@@ -143,6 +145,109 @@ def test_second_call_during_a_generation_is_refused() -> None:
         next(tokens)
         with pytest.raises(ShipwayError, match="still generating"):
             worker.call("reset")
+
+
+class Interrupting(threading.Timer):
+    """Sends this process SIGINT after ``seconds``, as Ctrl-C does."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda worker: worker.call("run", tokens=[[1]], new_tokens=50),
+        lambda worker: list(worker.generate([1], 500, fake_routes.VOCAB, [], Sampling())),
+    ],
+    ids=["run", "generate"],
+)
+def test_interrupted_call_leaves_the_worker_usable(work: Callable[[Worker], object]) -> None:
+    with start("Slow") as worker:
+        worker.prepare(SPEC)
+        for _ in range(2):
+            Interrupting(0.1).start()
+            with pytest.raises(KeyboardInterrupt):
+                work(worker)
+            assert worker.call("prefill", tokens=[[4]]) == [fake_routes.following(4)]
+            assert len(list(worker.generate([1], 3, fake_routes.VOCAB, [], Sampling()))) == 3
+
+
+def test_exception_of_the_consumer_leaves_the_worker_usable() -> None:
+    with start("Slow") as worker:
+        worker.prepare(SPEC)
+        tokens = worker.generate([1], 50, fake_routes.VOCAB, [], Sampling())
+        next(tokens)
+        with pytest.raises(ZeroDivisionError):
+            tokens.throw(ZeroDivisionError())
+        assert worker.call("prefill", tokens=[[4]]) == [fake_routes.following(4)]
+
+
+def test_interrupt_within_a_message_is_said_at_every_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Channel) -> None:
+        raise KeyboardInterrupt
+
+    with start("Good") as worker:
+        worker.prepare(SPEC)
+        monkeypatch.setattr(Channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.call("reset")
+        monkeypatch.undo()
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="in the middle of a message and was ended"):
+                worker.call("reset")
+
+
+def test_worker_killed_while_generating_is_said_to_have_died_at_every_later_call() -> None:
+    with start("Slow") as worker:
+        worker.prepare(SPEC)
+        tokens = worker.generate([1], 50, fake_routes.VOCAB, [], Sampling())
+        next(tokens)
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="died of SIGKILL during `generate`"):
+            list(tokens)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="died of SIGKILL"):
+                worker.call("reset")
+
+
+def test_worker_killed_under_an_iterator_that_is_then_dropped_is_said_to_have_died() -> None:
+    with start("Slow") as worker:
+        worker.prepare(SPEC)
+        tokens = worker.generate([1], 50, fake_routes.VOCAB, [], Sampling())
+        next(tokens)
+        os.kill(worker.pid, signal.SIGKILL)
+        assert eventually(lambda: gone(worker.pid))
+        tokens.close()
+        with pytest.raises(WorkerError, match="died of SIGKILL"):
+            worker.call("reset")
+
+
+def test_closed_worker_says_so_at_every_call() -> None:
+    worker = start("Slow")
+    worker.prepare(SPEC)
+    suspended = worker.generate([1], 50, fake_routes.VOCAB, [], Sampling())
+    next(suspended)
+    worker.close()
+    calls: list[Callable[[], object]] = [
+        lambda: worker.call("reset"),
+        lambda: list(worker.generate([1], 5, fake_routes.VOCAB, [], Sampling())),
+    ]
+    for call in [lambda: next(suspended), *calls, *calls]:
+        with pytest.raises(ShipwayError, match="is closed"):
+            call()
+    worker.close()
+
+
+def test_full_disk_is_named_when_a_route_breaks_while_preparing(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    with start("Unprepared") as worker:
+        with pytest.raises(WorkerError, match=r"RuntimeError: Failed to compile"):
+            worker.prepare(SPEC)
+        monkeypatch.setattr("shipway.client.shutil.disk_usage", lambda path: usage._replace(free=1_000_000))
+        with pytest.raises(CacheFullError, match=r"disk of the cache \S+ has 1.0 MB free.*Failed to compile") as caught:
+            worker.prepare(SPEC)
+    assert caught.value.exit_code == 2
 
 
 def test_padding_rows_of_the_vocabulary_are_never_chosen() -> None:

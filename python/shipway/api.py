@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,15 +28,67 @@ DEFAULT_CONTEXT = 4096  # tokens of KV cache when max_context is not given and t
 Message = dict[str, str]
 
 
+_DEVICE = re.compile(r"cpu|(cuda|hip)(:\d+)?")
+
+
 def find_route(name: str) -> RouteInfo:
     """Returns the route called ``name``.
 
     Raises:
         ShipwayError: There is none.
     """
-    if name not in ROUTES:
+    if not isinstance(name, str) or name not in ROUTES:
         raise ShipwayError(f"no route is called {name!r}: choose one of {', '.join(ROUTES)}")
     return ROUTES[name]
+
+
+def check_names(dtype: str, weights: str, device: str) -> None:
+    """Raises a :class:`ShipwayError` for a dtype, weight format or device that no route knows."""
+    for what, name, known in (
+        ("dtype", dtype, {known for info in ROUTES.values() for known in info.dtypes}),
+        ("weight format", weights, {known for info in ROUTES.values() for known in info.weight_formats}),
+    ):
+        if not isinstance(name, str) or name not in known:
+            raise ShipwayError(f"no route has a {what} {name!r}: choose one of {', '.join(sorted(known))}")
+    if not isinstance(device, str) or not _DEVICE.fullmatch(device):
+        raise ShipwayError(f"no device is called {device!r}: choose cpu, cuda, cuda:N, hip or hip:N")
+
+
+def check_whole(name: str, value: int, least: int) -> int:
+    """Returns ``value`` as an ``int``; raises a :class:`ShipwayError` unless it is a whole number >= ``least``."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ShipwayError(f"{name} must be a whole number >= {least}, not {value!r}")
+    return int(value)
+
+
+def check_text(what: str, text: str) -> str:
+    """Returns ``text``; raises a :class:`ShipwayError` unless it is a ``str`` that UTF-8 can encode."""
+    if not isinstance(text, str):
+        raise ShipwayError(f"{what} must be text, not {text!r}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ShipwayError(f"{what} is not Unicode text: character {error.start} is {text[error.start]!a}") from None
+    return text
+
+
+def check_sampling(
+    max_new: int, greedy: bool, temperature: float, top_k: int, top_p: float, seed: int, stop: Sequence[str]
+) -> Sampling:
+    """Checks what :meth:`Model.generate` takes besides the prompt; needs no model.
+
+    Raises:
+        ShipwayError: An argument is out of range, with its value.
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    if greedy and temperature:
+        raise ShipwayError(f"greedy and temperature {temperature} exclude each other: give one")
+    check_whole("max-new", max_new, 1)
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+        raise ShipwayError(f"stop takes a list of non-empty strings, not {stop!r}")
+    for text in stop:
+        check_text("a stop string", text)
+    return sampling
 
 
 def check_context(prompt_tokens: int, new_tokens: int, max_context: int) -> None:
@@ -55,16 +109,29 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Message], chat: b
         chat: Whether a text prompt goes through the template too, as the user's message.
 
     Raises:
-        ShipwayError: The prompt has no tokens, or the checkpoint has no chat template.
+        ShipwayError: The prompt is neither text nor messages, has no tokens, or the checkpoint has no chat template.
     """
     if isinstance(prompt, str) and not chat:
-        tokens = tokenizer.encode(prompt, add_bos=True)
+        tokens = tokenizer.encode(check_text("the prompt", prompt), add_bos=True)
     else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+        for message in messages:
+            check_text("the prompt", message["content"])
         tokens = tokenizer.encode(tokenizer.chat(messages), add_bos=False)  # the template writes its own BOS
     if not tokens:
         raise ShipwayError("the prompt has no tokens: give it some text")
     return tokens
+
+
+def _messages(prompt: Sequence[Message]) -> list[Message]:
+    if not isinstance(prompt, list | tuple):
+        raise ShipwayError(f"the prompt must be text or a list of messages, not {prompt!r}")
+    if not prompt:
+        raise ShipwayError("the prompt has no messages: give at least one")
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ShipwayError(f'a message is {{"role": TEXT, "content": TEXT}}, not {message!r}')
+    return list(prompt)
 
 
 class Model:
@@ -110,16 +177,12 @@ class Model:
             stop: Generation ends before the first of these strings; text that may begin one is held back.
 
         Raises:
-            ShipwayError: An argument is out of range, or the tokens do not fit the context; before anything runs.
-            WorkerError: The route broke, while iterating.
+            ShipwayError: An argument is out of range, the tokens do not fit the context, or the model is closed;
+                before anything runs.
+            WorkerError: The route broke, while iterating; after it died every call raises why.
         """
-        if greedy and temperature:
-            raise ShipwayError(f"greedy and temperature {temperature} exclude each other: give one")
-        if max_new < 1:
-            raise ShipwayError(f"max-new must be at least 1, not {max_new}")
-        if isinstance(stop, str) or not all(stop):
-            raise ShipwayError("stop takes a list of non-empty strings")
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        self._worker.check_usable()
+        sampling = check_sampling(max_new, greedy, temperature, top_k, top_p, seed, stop)
         tokens = encode_prompt(self.tokenizer, prompt, chat)
         check_context(len(tokens), max_new, self.max_context)
         return self._stream(tokens, max_new, sampling, stop)
@@ -128,7 +191,17 @@ class Model:
         """Returns the logits, float32 ``[vocab_size]``, that follow ``prompt`` and ``continuation``.
 
         They are computed as :meth:`generate` computes them: one prefill of the prompt, one decode per further id.
+
+        Raises:
+            ShipwayError: There is no prompt, an id is none of the vocabulary, or they do not fit the context.
+            WorkerError: The route broke.
         """
+        for token in (*prompt, *continuation):
+            if check_whole("a token id", token, 0) >= self.config.vocab_size:
+                raise ShipwayError(f"a token id must be below {self.config.vocab_size}, not {token}")
+        if not len(prompt):
+            raise ShipwayError("the prompt has no tokens: give at least one")
+        check_context(len(prompt), len(continuation), self.max_context)
         self._worker.call("reset")
         self._worker.call("prefill", tokens=[list(prompt)])
         for token in continuation:
@@ -186,6 +259,14 @@ def load(
         CannotRunError: The route cannot run here; the message says what would make it run.
         WorkerError: The route broke while loading.
     """
+    if not isinstance(path_or_name, str | Path) or not str(path_or_name):
+        raise ShipwayError(f"a model is the path of a checkpoint or a name, not {path_or_name!r}")
+    threads = check_threads(threads)
+    if max_context is not None:
+        max_context = check_whole("max_context", max_context, 1)
+    if route is not None:
+        find_route(route)
+    check_names("f32" if dtype is None else dtype, "f32" if weights is None else weights, device)
     path = resolve(path_or_name)
     compiled = read_compiled(path)
     if compiled is not None:
@@ -198,10 +279,9 @@ def load(
     info = find_route(route)
     if (reason := info.why_not(dtype, weights, device)) is not None:
         raise CannotRunError(f"{route} {reason}")
-    threads = check_threads(threads)
     checkpoint = open_checkpoint(path)
     limit = checkpoint.config.max_position_embeddings
-    max_context = max_context or min(limit, DEFAULT_CONTEXT)
+    max_context = min(limit, DEFAULT_CONTEXT) if max_context is None else max_context
     if max_context > limit:
         raise ShipwayError(f"a context of {max_context} tokens exceeds the model's {limit}")
     spec = RunSpec(
@@ -225,6 +305,6 @@ def check_threads(threads: int | None) -> int:
     available = available_cpus()
     if threads is None:
         return available
-    if not 1 <= threads <= available:
+    if check_whole("threads", threads, 1) > available:
         raise ShipwayError(f"{threads} threads asked for, this process may use 1 to {available}")
     return threads

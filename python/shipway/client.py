@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +25,7 @@ from shipway.sampler import Sampling
 
 CALL_TIMEOUT_S = 1800.0  # a cold compile of a stock MAX graph takes minutes on a loaded machine
 _KEPT_LOGS = 50
+_SHORT_OF_SPACE = 64 << 20  # bytes; compilers write more than this and say little when they cannot
 _log_number = itertools.count()
 
 
@@ -30,6 +33,10 @@ class WorkerError(ShipwayError):
     """A route broke: it raised something unforeseen, died, or did not answer (exit code 1)."""
 
     exit_code = 1
+
+
+class CacheFullError(ShipwayError):
+    """A route broke while preparing, on a machine whose cache has no room left (exit code 2)."""
 
 
 def new_log(name: str) -> Path:
@@ -78,6 +85,8 @@ class Worker:
         self.name = info.name
         self._timeout_s = timeout_s
         self._busy = False  # between a request and its reply
+        self._abandoned = False  # nobody waits for that reply any more: the next call reads it first
+        self._unusable: ShipwayError | None = None  # why there will be no further reply
         self._keep_log = False
         self.log = new_log(info.name)
         ours, theirs = socket.socketpair()
@@ -111,12 +120,31 @@ class Worker:
             ShipwayError: What the route raised, unchanged.
             WorkerError: The route raised anything else, its process died, or it did not answer in time.
         """
-        self._send(call, arguments)
-        return self._value(call, self._receive(call))
+        self._await_turn()
+        try:
+            self._send(call, arguments)
+            message = self._receive(call)
+        except BaseException:
+            self._abandon()
+            raise
+        return self._value(call, message)
 
     def prepare(self, spec: RunSpec) -> Prepared:
-        """Loads and compiles; raises as :meth:`call`."""
-        value = self.call("prepare", spec=dataclasses.asdict(spec))
+        """Loads and compiles; raises as :meth:`call`.
+
+        Raises:
+            CacheFullError: It broke, and the disk of the cache is full: what a compiler says then misleads.
+        """
+        try:
+            value = self.call("prepare", spec=dataclasses.asdict(spec))
+        except WorkerError as error:
+            free = shutil.disk_usage(cache_dir()).free
+            if free >= _SHORT_OF_SPACE:
+                raise
+            raise CacheFullError(
+                f"{self.name} broke while preparing, and the disk of the cache {cache_dir()} has {free / 1e6:.1f} MB "
+                f"free: make room there or set SHIPWAY_CACHE to a folder on another disk ({error})"
+            ) from error
         return Prepared(**value | {"notes": tuple(value["notes"])})
 
     def generate(
@@ -124,23 +152,23 @@ class Worker:
     ) -> Generator[tuple[int, str | None], None, None]:
         """Yields ``(id, finish)`` as the worker chooses tokens; ``finish`` is ``"eos"`` or ``"length"`` on the last.
 
-        Closing the iterator early tells the worker to stop. Raises as :meth:`call`.
+        Leaving it early, by closing the iterator or by an exception, tells the worker to stop. Raises as :meth:`call`.
         """
         arguments = {"tokens": tokens, "max_new": max_new, "vocab": vocab, "stop_ids": stop_ids}
-        self._send("generate", arguments | {"sampling": dataclasses.asdict(sampling)})
+        self._await_turn()
         try:
+            self._send("generate", arguments | {"sampling": dataclasses.asdict(sampling)})
             while "token" in (message := self._receive("generate")):
                 yield message["token"], message["finish"]
-            self._value("generate", message)
-        except GeneratorExit:
-            if self._process.poll() is None:
-                self._channel.send({"call": "stop"})
-                while "token" in (message := self._receive("generate")):
-                    pass
-                if message.get("ok") != {"reason": "stop"}:
-                    self._receive("stop")  # the generation had ended already, so "stop" was answered on its own
-                self._busy = False
+        except BaseException:
+            self._abandon({"call": "stop"})
             raise
+        self._value("generate", message)
+
+    def check_usable(self) -> None:
+        """Raises why no call can be answered any more: the worker was closed, died, or was ended."""
+        if self._unusable is not None:
+            raise type(self._unusable)(str(self._unusable))  # not the same object: tracebacks would pile up on it
 
     def pause(self) -> None:
         """Stops every thread of the worker (SIGSTOP) so that it takes no CPU while another is timed; waits for it."""
@@ -154,14 +182,16 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and, when nothing went wrong, removes its log. May be called again."""
+        unusable, self._unusable = self._unusable, ShipwayError(f"{self.name} is closed: load the model again")
         if self._process.returncode is None:
             self.resume()
             try:
-                if self._busy:
+                if self._busy and not self._abandoned:
                     self._process.kill()
-                else:
+                elif unusable is None:
                     self._channel.send({"call": "close"})
-                self._process.wait(timeout=10)
+                # What was abandoned may be far from its end, and nobody wants it.
+                self._process.wait(timeout=1 if self._abandoned else 10)
             except (ChannelClosed, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
@@ -184,16 +214,37 @@ class Worker:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _send(self, call: str, arguments: dict[str, Any]) -> None:
-        if self._busy:
+    def _await_turn(self) -> None:
+        """Makes sure that the next reply read belongs to the next request."""
+        self.check_usable()
+        if self._busy and not self._abandoned:
             raise ShipwayError(f"{self.name} is still generating: finish or close the previous iterator first")
+        while self._busy:
+            self._receive("an interrupted call")
+
+    def _abandon(self, *last_words: dict[str, Any]) -> None:
+        """Stops waiting for a reply, sending ``last_words``; does nothing when the reply has come or never will."""
+        if self._busy and not self._abandoned and self._unusable is None:
+            self._abandoned = True
+            for message in last_words:
+                with contextlib.suppress(WorkerError):  # the next call says that the worker has died
+                    self._transmit(message)
+
+    def _send(self, call: str, arguments: dict[str, Any]) -> None:
         self._busy = True
+        self._transmit({"call": call} | arguments)
+
+    def _transmit(self, message: dict[str, Any]) -> None:
         try:
-            self._channel.send({"call": call} | arguments)
+            self._channel.send(message)
         except ChannelClosed:
-            raise self._death(call) from None
+            raise self._death(message["call"]) from None
+        except BaseException:
+            self._cut_off()
+            raise
 
     def _receive(self, call: str) -> dict[str, Any]:
+        self.check_usable()
         deadline = time.monotonic() + self._timeout_s
         while not self._channel.ready(0.2):
             if self._process.poll() is not None:
@@ -202,16 +253,21 @@ class Worker:
                 self._keep_log = True
                 self._process.kill()
                 self._process.wait()
-                raise WorkerError(
+                raise self._ends(
                     f"{self.name} did not answer `{call}` within {self._timeout_s:g} s and was ended; log: {self.log}"
                 )
         try:
-            return self._channel.receive()
+            message = self._channel.receive()
+            if "token" not in message:
+                self._busy = self._abandoned = False
+            return message
         except ChannelClosed:
             raise self._death(call) from None
+        except BaseException:
+            self._cut_off()
+            raise
 
     def _value(self, call: str, message: dict[str, Any]) -> Any:
-        self._busy = False
         if "error" not in message:
             return message["ok"]
         if message["kind"] == "crash":
@@ -219,11 +275,27 @@ class Worker:
             raise WorkerError(f"{self.name} failed in `{call}`: {message['error']}; traceback: {self.log}")
         raise (CannotRunError if message["kind"] == "cannot run" else ShipwayError)(message["error"])
 
+    def _cut_off(self) -> None:
+        """Ends the process after an interrupt within a message: where the next one begins is no longer known."""
+        self._process.kill()
+        self._process.wait()
+        self._ends(f"{self.name} was interrupted in the middle of a message and was ended: load the model again")
+
     def _death(self, call: str) -> WorkerError:
         """Says how the process ended and what it printed last: some runtimes give their reason on stderr only."""
         self._keep_log = True
         code = self._process.wait()
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        try:
+            printed = self.log.read_text(errors="replace").splitlines()
+        except OSError:  # the cache was cleared meanwhile
+            printed = []
+        lines = [line.strip() for line in printed if line.strip()]
         last = f"; last output: {' | '.join(lines[-3:])[-400:]}" if lines else ""
-        return WorkerError(f"{self.name} {how} during `{call}`{last}; log: {self.log}")
+        return self._ends(f"{self.name} {how} during `{call}`{last}; log: {self.log}")
+
+    def _ends(self, reason: str) -> WorkerError:
+        """Makes every further call raise ``reason``; returns it as an error."""
+        self._busy = self._abandoned = False
+        self._unusable = error = WorkerError(reason)
+        return error

@@ -15,10 +15,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 
 from shipway.errors import ShipwayError
+
+
+def _is(value: object, kind: type) -> bool:
+    """Whether ``value`` is a number of this kind; ``True`` and ``False`` are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Sampling:
         seed: Non-negative seed of the sequence's generator.
 
     Raises:
-        ShipwayError: A value is outside its range, or top_k or top_p is given without a temperature.
+        ShipwayError: A value is no number or outside its range, or top_k or top_p is given without a temperature.
     """
 
     temperature: float = 0.0
@@ -41,14 +47,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ShipwayError(f"temperature must be a finite number >= 0, not {self.temperature}")
-        if self.top_k < 0:
-            raise ShipwayError(f"top-k must be >= 0 (0 keeps every token), not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ShipwayError(f"top-p must be in (0, 1], not {self.top_p}")
-        if not 0 <= self.seed < 2**63:
-            raise ShipwayError(f"seed must be in [0, 2**63), not {self.seed}")
+        if not (_is(self.temperature, Real) and math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ShipwayError(f"temperature must be a finite number >= 0, not {self.temperature!r}")
+        if not (_is(self.top_k, Integral) and self.top_k >= 0):
+            raise ShipwayError(f"top-k must be a whole number >= 0 (0 keeps every token), not {self.top_k!r}")
+        if not (_is(self.top_p, Real) and 0 < self.top_p <= 1):
+            raise ShipwayError(f"top-p must be a number in (0, 1], not {self.top_p!r}")
+        if not (_is(self.seed, Integral) and 0 <= self.seed < 2**63):
+            raise ShipwayError(f"seed must be a whole number in [0, 2**63), not {self.seed!r}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
             raise ShipwayError("top-k and top-p need a temperature above 0: greedy choice ignores them")
 

@@ -3,7 +3,7 @@
 Request: ``{"call": NAME, ...arguments}``. Reply: ``{"ok": value}``, or ``{"error": line, "kind": kind}`` where kind is
 ``"user"`` or ``"cannot run"`` (a :class:`ShipwayError` or :class:`CannotRunError`, raised again unchanged in the
 driver) or ``"crash"`` (any other exception; its traceback goes to stderr). ``generate`` sends one
-``{"token": id, "finish": reason or null}`` per token before its reply.
+``{"token": id, "finish": reason or null}`` per token before its reply. ``stop`` ends a generation and has no reply.
 
 | call | arguments | value |
 |---|---|---|
@@ -73,6 +73,8 @@ class Service:
                 message = self._channel.receive()
             except ChannelClosed:
                 return
+            if message["call"] == "stop":  # came after its generation had ended
+                continue
             reply = self._answer(message)
             try:
                 self._channel.send(reply)
@@ -109,7 +111,6 @@ class Service:
             "score": lambda tokens: self._target.score(np.array(tokens, np.int32)),
             "run": self._run,
             "generate": self._generate,
-            "stop": lambda: None,  # arrived after its generation had ended
             "peak_memory": memory_use,
             "reset": lambda: self._target.reset(),
             "close": lambda: self._target.close() if self._target is not None else None,

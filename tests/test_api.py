@@ -1,0 +1,148 @@
+"""The Python interface refuses what it cannot do in one line, before anything is loaded or sent."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_routes
+import shipway
+import tiny_checkpoints
+from shipway import api
+from shipway.errors import CannotRunError, ShipwayError
+from shipway.routes.catalogue import ROUTES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHIPWAY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        for name in ("Good", "Slow"):
+            patch.setitem(ROUTES, name, dataclasses.replace(fake_routes.info(name), name=name))
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_checkpoints.make("llama3", tmp_path_factory.mktemp("llama3")))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: str) -> Iterator[api.Model]:
+    with shipway.load(checkpoint, route="Good", threads=1) as model:
+        yield model
+
+
+@pytest.fixture
+def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*arguments: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(api, "Worker", started)
+
+
+@pytest.mark.usefixtures("no_worker")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"threads": "2"},
+        {"threads": 0},
+        {"threads": 1.5},
+        {"max_context": 0},
+        {"max_context": -5},
+        {"max_context": 12.5},
+        {"max_context": "16"},
+        {"max_context": 100_000},
+        {"dtype": "f8"},
+        {"dtype": ""},
+        {"dtype": ["f32"]},
+        {"weights": "q4"},
+        {"weights": 4},
+        {"device": "tpu"},
+        {"device": "cuda:x"},
+        {"device": None},
+        {"route": "no-such"},
+        {"route": ["Good"]},
+        {"path_or_name": ""},
+        {"path_or_name": None},
+    ],
+)
+def test_load_refuses_arguments_with_their_value(checkpoint: str, arguments: dict[str, Any]) -> None:
+    given = {"path_or_name": checkpoint, "route": "Good"} | arguments
+    value = next(iter(arguments.values()))
+    with pytest.raises(ShipwayError, match=re.escape(repr(value))) as caught:
+        shipway.load(**given)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_worker")
+@pytest.mark.parametrize("arguments", [{"device": "cuda"}, {"device": "hip:1"}, {"weights": "f16"}])
+def test_what_another_route_or_machine_could_run_is_no_usage_error(checkpoint: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(CannotRunError):
+        shipway.load(checkpoint, route="Good", **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_new": 0},
+        {"max_new": 2.5},
+        {"max_new": "3"},
+        {"temperature": 1.0, "top_k": 2.5},
+        {"temperature": 1.0, "seed": 1.5},
+        {"temperature": "hot"},
+        {"stop": [1]},
+        {"stop": None},
+        {"stop": "text"},
+        {"stop": [""]},
+        {"stop": ["\udcff"]},
+        {"prompt": None},
+        {"prompt": 5},
+        {"prompt": []},
+        {"prompt": ["text"]},
+        {"prompt": [{"role": "user"}]},
+        {"prompt": [{"role": "user", "content": None}]},
+        {"prompt": "a\udcff"},
+        {"prompt": [{"role": "user", "content": "\udcff"}]},
+        {"prompt": "\udcff", "chat": True},
+    ],
+)
+def test_generate_refuses_arguments_before_anything_is_sent(
+    model: api.Model, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(model._worker, "_send", lambda *sent: pytest.fail("something was sent"))
+    with pytest.raises(ShipwayError) as caught:
+        model.generate(**{"prompt": "a"} | arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation"), [([], []), ([10_000], []), ([1], [-1]), ([1.5], []), (["a"], []), ([1] * 300, [])]
+)
+def test_logits_of_ids_that_are_none_are_refused(model: api.Model, prompt: list[Any], continuation: list[Any]) -> None:
+    with pytest.raises(ShipwayError):
+        model.logits_after(prompt, continuation)
+    assert len(model.logits_after([1], [2])) == fake_routes.VOCAB
+
+
+def test_closed_model_says_so(checkpoint: str) -> None:
+    with shipway.load(checkpoint, route="Good", threads=1) as model:
+        assert list(model.generate("a", max_new=2))
+    for _ in range(2):
+        with pytest.raises(ShipwayError, match="Good is closed: load the model again"):
+            model.generate("a", max_new=2)
+        with pytest.raises(ShipwayError, match="Good is closed"):
+            model.logits_after([1], [])
+
+
+def test_iterator_left_early_does_not_block_the_next(checkpoint: str) -> None:
+    with shipway.load(checkpoint, route="Slow", threads=1) as model:
+        for token in model.generate("a", max_new=100):
+            assert token.finish is None
+            break
+        assert len(list(model.generate("a", max_new=3))) <= 3
