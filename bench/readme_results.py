@@ -7,9 +7,12 @@ python bench/readme_results.py --check    exits 1 when the section is not what t
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from shipway.measure.result import Result, read_result
 from shipway.measure.stats import Estimate
@@ -78,13 +81,46 @@ def section(path: Path, result: Result) -> str:
     return "\n".join(lines)
 
 
-def filled(readme: str, results: dict[Path, Result]) -> str:
-    """Returns ``readme`` with its Results section made from ``results``.
+def interop_lines(path: Path, document: dict[str, Any]) -> str:
+    """Returns what a call costs at each door, from bench/interop_overhead.py."""
+    doors = ", ".join(
+        f"`{name}` {statistics.median(seconds) * 1e6:.0f} us" for name, seconds in document["seconds_per_call"].items()
+    )
+    return (
+        f"**Cost of a call** on {document['environment']['cpu']} ([{path.name}](bench/results/{path.name})): {doors}.\n"
+    )
+
+
+def load_lines(path: Path, document: dict[str, Any]) -> str:
+    """Returns the start of a compiled model, from ``shipway load-time``."""
+    load, first = (
+        statistics.median(sample[key] for sample in document["samples"]) for key in ("load_s", "first_token_s")
+    )
+    return (
+        f"**Start of a compiled model** (SmolLM2-135M-Instruct, bf16) on {document['environment']['cpu']}"
+        f" ([{path.name}](bench/results/{path.name})): `shipway.load` {load:.2f} s, first token {first:.2f} s,"
+        f" median of {len(document['samples'])} fresh processes.\n"
+    )
+
+
+OTHERS = {"interop-overhead": interop_lines, "load-time": load_lines}
+
+
+def recorded(path: Path) -> str:
+    """Returns the Markdown of one recorded file, by the command that wrote it."""
+    document = json.loads(path.read_text())
+    if document["command"] in OTHERS:
+        return OTHERS[document["command"]](path, document)
+    return section(path, read_result(path))
+
+
+def filled(readme: str, results: list[Path]) -> str:
+    """Returns ``readme`` with its Results section made from the recorded files ``results``.
 
     Raises:
         ValueError: The README does not hold exactly one pair of markers.
     """
-    text = "\n".join(section(path, result) for path, result in results.items()) or NOTHING
+    text = "\n".join(map(recorded, results)) or NOTHING
     if len(SECTION.findall(readme)) != 1:
         raise ValueError("README.md needs one pair of results:begin and results:end markers")
     return SECTION.sub(lambda _: text, readme)
@@ -96,7 +132,7 @@ def main() -> int:
     check = parser.parse_args().check
     readme = ROOT / "README.md"
     old = readme.read_text()
-    new = filled(old, {path: read_result(path) for path in sorted((ROOT / "bench/results").glob("*.json"))})
+    new = filled(old, sorted((ROOT / "bench/results").glob("*.json")))
     if check:
         if new != old:
             print("README.md: the Results section is not what bench/results says: run python bench/readme_results.py")
