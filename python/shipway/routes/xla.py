@@ -76,6 +76,8 @@ class Xla(SteppedRoute):
             use(directory)
             self._compile_first()
 
+        # Caches of XLA's own would put the directory's name, which changes, into the key of what is kept there.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         parts = {
