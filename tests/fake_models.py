@@ -12,7 +12,7 @@ from shipway.errors import CannotRunError
 from shipway.routes.route import Prepared, RunSpec
 from shipway.routes.torch_eager import TorchEager
 
-NAMES = ("Twin", "Wrong", "CrashesLate", "Hangs", "Lacks", "CompilesOnce")
+NAMES = ("Twin", "Wrong", "CrashesLate", "Hangs", "Lacks", "CompilesOnce", "Unprepared")
 
 
 class Twin(TorchEager):
@@ -50,14 +50,21 @@ class Lacks(TorchEager):
         raise CannotRunError("needs a GPU: plug one in")
 
 
+class Unprepared(TorchEager):
+    def prepare(self, spec: RunSpec) -> Prepared:
+        raise RuntimeError("Failed to compile")
+
+
 class CompilesOnce(TorchEager):
-    """Compiles when its artefact is not in the cache."""
+    """Compiles, which takes 200 MiB, when its artefact is not in the cache."""
 
     def prepare(self, spec: RunSpec) -> Prepared:
         prepared = super().prepare(spec)
         artefact = Path(os.environ["SHIPWAY_CACHE"]) / "artefact"
         cold = not artefact.exists()
         artefact.touch()
+        if cold:
+            np.ones(200 << 20, np.uint8)
         return Prepared(prepared.load_s, prepared.import_s, compile_s=3.0 if cold else 0.1, compile_cold=cold)
 
 

@@ -1,5 +1,7 @@
 import dataclasses
+import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +151,12 @@ def test_compiling_route_is_started_again_for_its_warm_cost(mixed: Result) -> No
     assert len(entries(mixed)["torch-eager"]["starts"]) == 1
 
 
+def test_memory_of_the_compilation_is_kept_apart(mixed: Result) -> None:
+    once, eager = entries(mixed)["CompilesOnce"], entries(mixed)["torch-eager"]
+    assert once["cold_peak_memory_bytes"] - once["peak_memory_bytes"] > 150 << 20  # what its compiler took
+    assert eager["cold_peak_memory_bytes"] is None
+
+
 def test_reduced_precision_is_judged_beside_torch_even_when_it_is_not_timed(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,8 +233,74 @@ def test_broken_probe_costs_the_limits_only(checkpoint: str, monkeypatch: pytest
 
 def test_busy_machine_is_a_warning(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "wait_until_idle", lambda limit_s: 0.5)
-    result = run(checkpoint, "Lacks", rounds=1)
-    assert any("50% of the CPU was in use by others" in warning for warning in result["warnings"])
+    result = run(checkpoint, "torch-eager", rounds=1)
+    for when in ("before the first start", "round 1"):
+        assert f"{when}: 50% of the CPU was in use by others" in result["warnings"]
+
+
+def test_waiting_for_an_idle_machine_is_bounded_over_the_whole_run(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    clock = itertools.count(0.0, 10.0)  # a wait takes all it is given
+    benchmark = Benchmark(Settings(checkpoint, ("torch-eager",), ("f32",), threads=1, price="1"), lambda line: None)
+
+    def waits(limit_s: float) -> float:
+        limits.append(limit_s)
+        return 0.5
+
+    monkeypatch.setattr(bench_module, "wait_until_idle", waits)
+    monkeypatch.setattr(bench_module.time, "monotonic", lambda: next(clock))
+    for number in range(6):
+        benchmark._wait_until_idle(f"round {number}")
+    assert limits == [10.0, 10.0, 10.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"device": "cuda"}, "runs on cpu"), ({"weights": "bf16"}, "activation dtype")],
+)
+def test_nothing_is_measured_when_no_route_can_run(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str
+) -> None:
+    def unexpected(*arguments: object, **options: object) -> None:
+        raise AssertionError("work without a route")
+
+    for name in ("cached_reference_logits", "Worker", "wait_until_idle"):
+        monkeypatch.setattr(bench_module, name, unexpected)
+    result = run(checkpoint, "torch-eager", **options)
+    assert reason in entries(result)["torch-eager"]["reason"]
+    assert result["rounds"] == result["probes"] == []
+
+
+def test_nothing_is_timed_when_no_route_holds(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Benchmark, "_start_probe", lambda self: pytest.fail("probes without a route"))
+    result = run(checkpoint, "Wrong", "Lacks")
+    assert [entry["status"] for entry in result["entries"]] == ["fail", "not run"]
+    assert result["rounds"] == []
+
+
+def test_reference_that_cannot_be_kept_is_a_warning(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(file: Any, array: Any) -> None:
+        file.write(b"x")
+        raise OSError("Not enough free space to write 9 bytes")  # numpy gives no errno
+
+    monkeypatch.setenv("SHIPWAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(verdicts.np, "save", full)
+    result = run(checkpoint, "Wrong")
+    assert entries(result)["Wrong"]["verdict"] is not None
+    assert any(str(tmp_path) in line and "Not enough free space" in line for line in result["warnings"])
+    assert list((tmp_path / "reference").iterdir()) == []
+
+
+def test_full_cache_ends_the_benchmark_with_its_place(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("shipway.client.shutil.disk_usage", lambda path: usage._replace(free=1_000_000))
+    with pytest.raises(ShipwayError, match=r"disk of the cache \S+ has 1.0 MB free.*Failed to compile") as caught:
+        run(checkpoint, "Unprepared", "torch-eager")
+    assert caught.value.exit_code == 2
 
 
 def test_reference_logits_are_kept_between_runs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +325,10 @@ def test_reference_logits_are_kept_between_runs(checkpoint: str, monkeypatch: py
         ({"price": "cheap"}, "--price"),
         ({"threads": 100_000}, "threads"),
         ({"dtypes": ()}, "dtype"),
+        ({"dtypes": ("f32", "f8")}, "dtype 'f8'"),
+        ({"dtypes": ("f16",)}, "dtype 'f16'"),
+        ({"weights": "q4"}, "weight format 'q4'"),
+        ({"device": "tpu"}, "device is called 'tpu'"),
     ],
 )
 def test_settings_no_benchmark_can_be_made_with_are_refused(

@@ -1,7 +1,10 @@
 import copy
+import errno
 import io
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +262,39 @@ def test_sweep_has_a_column_per_length() -> None:
     assert "2.0" in printed(document)
 
 
+def test_cold_and_warm_start_are_printed_apart_and_so_is_their_memory() -> None:
+    compiled_now = START | {"total_s": 33.5, "compile_s": 11.0, "compile_cold": True}
+    document = result(
+        entry("torch-eager", SLOW),
+        entry("mojo-graph", FAST, starts=[compiled_now, START], cold_peak_memory_bytes=1800 << 20),
+    )
+    lines = [re.split(r"  +", line) for line in printed(document).splitlines()]
+    titles = next(line for line in lines if "cold start s" in line)
+    rows = {line[0]: dict(zip(titles, line, strict=True)) for line in lines if len(line) == len(titles)}
+    assert rows["mojo-graph"]["cold start s"] == "33.5"
+    assert rows["mojo-graph"]["warm start s"] == "2.0"
+    assert rows["mojo-graph"]["cold peak"] == "1.76 GiB"
+    assert rows["mojo-graph"]["peak memory"] == "700.0 MiB"
+    assert rows["torch-eager"]["cold start s"] == rows["torch-eager"]["cold peak"] == "-"
+    assert rows["torch-eager"]["warm start s"] == "2.0"
+
+
+def test_readme_explains_every_column_that_is_printed_and_no_other() -> None:
+    document = result(entry("torch-eager", SLOW))
+    document["workload"]["contexts"] = [512]
+    lines = [re.split(r"  +", line) for line in printed(document).splitlines()]
+    titles = {title.replace("512", "N") for line in lines if line[:2] == ["route", "dtype"] for title in line[2:]}
+    section = (Path(__file__).parent.parent / "README.md").read_text().partition("## Reading the table")[2]
+    rows = re.findall(r"^\| ([^|]+) \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(name for row in rows if row != "column" for name in row.split(", ")) == sorted(titles)
+
+
+def test_dtype_without_a_probe_has_no_share_of_a_limit() -> None:
+    row = summarise(result(entry("torch-eager", SLOW, dtype="f8")))[0]
+    assert row.prefill_share is None
+    assert row.prefill is not None
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"command": "generate"}', '{"command": "bench", "schema_version": 99}', "\xff"]
 )
@@ -278,9 +314,78 @@ def test_truncated_result_is_refused(tmp_path: Path) -> None:
         read_result(path)
 
 
+def damaged(change: Callable[[dict[str, Any]], object]) -> str:
+    document = json.loads(json.dumps(result(entry("torch-eager", SLOW))))
+    change(document)
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda d: d.update(entries=[{}]), r"entries\[0\] lacks decode_bytes, dtype"),
+        (lambda d: d.update(entries={}), "entries is {}"),
+        (lambda d: d.update(entries=[None]), r"entries\[0\] is null"),
+        (lambda d: d.update(environment=[]), r"environment is \[\]"),
+        (lambda d: d.update(warnings="none"), 'warnings is "none"'),
+        (lambda d: d["environment"].update(packages={"torch": 2}), "environment.packages.torch is 2"),
+        (lambda d: d["environment"].pop("cpu"), "environment lacks cpu"),
+        (lambda d: d["workload"].update(parameters="many"), 'workload.parameters is "many"'),
+        (lambda d: d["workload"].update(contexts=[1.5]), r"workload.contexts\[0\] is 1.5"),
+        (lambda d: d["workload"].update(rounds=7), "timed in rounds"),
+        (lambda d: d["price"].update(usd_per_hour=0), "usd_per_hour"),
+        (lambda d: d["probes"][0].update(value=0), r"probes\[0\].value"),
+        (lambda d: d["probes"][0].update(value="fast"), r"probes\[0\].value"),
+        (lambda d: d["entries"][0].update(status="good"), "status is 'good'"),
+        (lambda d: d["entries"][0].update(starts=[{}]), r"starts\[0\] lacks"),
+        (lambda d: d["entries"][0].update(verdict={}), "verdict lacks"),
+        (lambda d: d["entries"][0].update(verdict=True), "verdict is true"),
+        (lambda d: d["entries"][0].update(peak_memory_bytes=True), "peak_memory_bytes is true"),
+        (lambda d: d["entries"][0]["samples"].pop(), "timed in rounds"),
+        (lambda d: d["entries"][0]["samples"][0].update(times=[]), "times"),
+        (lambda d: d["entries"][0]["samples"][0].update(times=[1.0]), "times"),
+        (lambda d: d["entries"][0]["samples"][0].update(times=[1.0, 1.0]), "times"),
+        (lambda d: d["entries"][0]["samples"][0].update(times=[1.0, "nan"]), "times"),
+        (lambda d: d["entries"][0].update(sweep=[{"round": 0}]), r"sweep\[0\] lacks"),
+    ],
+)
+def test_damaged_result_is_refused_with_the_place(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], part: str
+) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(damaged(change))
+    with pytest.raises(ShipwayError, match=part) as caught:
+        read_result(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_and_infinities_of_a_verdict_survive_the_file(tmp_path: Path) -> None:
+    broken = VERDICT | {"ok": False, "reason": "NaN", "kl_mean": float("nan"), "delta_nll_mean": float("inf")}
+    document = result(entry("torch-eager", SLOW), entry("mojo-graph", [], status="fail", reason="nan", verdict=broken))
+    path = tmp_path / "r.json"
+    write_json(path, document)
+    read = read_result(path)
+    assert printed(read) == printed(document)
+    assert "mean KL nan and mean |delta NLL| inf" in printed(read)
+    assert read["entries"][1]["reason"] == "nan"  # what was text stays text
+
+
 def test_json_path_is_checked_before_the_work(tmp_path: Path) -> None:
     check_writable(tmp_path / "new.json")
-    for bad in (tmp_path, tmp_path / "none" / "r.json"):
+    assert list(tmp_path.iterdir()) == []
+    long = tmp_path / ("n" * 255)
+    check_writable(long)
+    write_json(long, {})
+    long.unlink()
+    (tmp_path / "file").touch()
+    for bad in (
+        tmp_path,
+        tmp_path / "none" / "r.json",
+        tmp_path / "file" / "r.json",
+        tmp_path / ("n" * 256),
+        Path("/proc/shipway.json"),
+        Path("/proc/version"),
+    ):
         with pytest.raises(ShipwayError, match="cannot write"):
             check_writable(bad)
     if os.geteuid():
@@ -292,6 +397,21 @@ def test_json_path_is_checked_before_the_work(tmp_path: Path) -> None:
 def test_numbers_json_lacks_are_written_by_name(tmp_path: Path) -> None:
     write_json(tmp_path / "x.json", {"a": [float("inf"), float("nan"), 1.0]})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": ["inf", "nan", 1.0]}
+
+
+def test_failed_writing_leaves_the_old_file_and_no_partial_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("old")
+
+    def full(self: Path, text: str) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ShipwayError, match="No space left"):
+        write_json(path, {"a": 1})
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+    assert path.read_text() == "old"
 
 
 def test_writing_leaves_no_partial_file(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import numpy as np
 
-from shipway.api import check_threads, find_route
-from shipway.client import CALL_TIMEOUT_S, Worker, WorkerError
+from shipway.api import check_names, check_threads, check_whole, find_route
+from shipway.client import CALL_TIMEOUT_S, CacheFullError, Worker, WorkerError
 from shipway.errors import ShipwayError
 from shipway.measure import limits
 from shipway.measure.contender import Contender
@@ -26,7 +26,7 @@ from shipway.measure.environment import (
 from shipway.measure.lock_in import lock_in
 from shipway.measure.prices import choose_price
 from shipway.measure.probes import PROBE
-from shipway.measure.result import SCHEMA_VERSION, Entry, ProbeSample, Result
+from shipway.measure.result import SCHEMA_VERSION, Entry, Environment, PriceRow, ProbeSample, Result, Verdict
 from shipway.measure.verdicts import VERDICT_TOKENS, cached_reference_logits, fixed_text_ids, judge_route
 from shipway.model.checkpoint import Checkpoint, open_checkpoint
 from shipway.model.resolve import resolve
@@ -34,7 +34,8 @@ from shipway.routes.route import RunSpec
 
 BASELINE = "torch-eager"
 SWEEP_NEW_TOKENS = 16
-_IDLE_WAIT_S = 10.0
+_IDLE_WAIT_S = 10.0  # before one round
+_IDLE_WAITS_S = 30.0  # in all: on a machine that stays busy waiting only makes the run longer
 _RUNTIME_BYTES = 1 << 30  # interpreter, compiler and scratch of a worker that has not been measured yet
 _KEPT_FREE_BYTES = 1 << 30
 
@@ -83,10 +84,11 @@ class Settings:
             ("new-tokens", self.new_tokens, 2),
             *(("contexts", length, 1) for length in self.contexts),
         ):
-            if value < least:
-                raise ShipwayError(f"--{name} must be at least {least}, not {value}")
+            check_whole(f"--{name}", value, least)
         if not self.routes or not self.dtypes:
             raise ShipwayError("name at least one route and one dtype")
+        for dtype in self.dtypes:
+            check_names(dtype, self.weights or dtype, self.device)
 
 
 class Benchmark:
@@ -123,6 +125,7 @@ class Benchmark:
         self._base: dict[str, np.ndarray | None] = {}
         self._warnings: list[str] = []
         self._entries: list[Entry] = []
+        self._idle_wait_s = _IDLE_WAITS_S  # what is left of it
         self._contenders: list[Contender] = []
         # The baseline first: reduced precision is judged beside its logits.
         for dtype in dict.fromkeys(settings.dtypes):
@@ -130,29 +133,33 @@ class Benchmark:
                 self._add(info.name, dtype)
 
     def run(self) -> Result:
-        """Takes the verdicts, the one-time costs and the timed rounds; no worker outlives it."""
+        """Takes the verdicts, the one-time costs and the timed rounds; no worker outlives it.
+
+        Once no route can run or holds its verdict any more, nothing further is measured.
+
+        Raises:
+            CacheFullError: A compiler broke for want of room in the cache.
+        """
         probe_samples: list[ProbeSample] = []
         rounds: list[dict[str, float]] = []
         probe: Worker | None = None
         try:
-            self._reference = self._reference_logits()
+            if self._contenders:
+                self._wait_until_idle("before the first start")
+                self._reference = self._reference_logits()
             for contender in self._contenders:
                 with self._guard(contender):
                     self._progress(f"{self._name(contender)}: load, verdict, warm up")
                     self._make_room(contender)
                     contender.start([self._prompt, *self._sweep.values()])
                 self._park(contender)
-            for contender in self._contenders:
-                with self._guard(contender):
-                    if contender.runs:
-                        self._start_warm(contender)
-            probe = self._start_probe()
+            if any(contender.runs for contender in self._contenders):
+                probe = self._start_probe()
             for number in range(self._settings.rounds):
+                if not any(contender.runs for contender in self._contenders):
+                    break
                 self._progress(f"round {number + 1} of {self._settings.rounds}")
-                busy = wait_until_idle(_IDLE_WAIT_S)
-                rounds.append({"round": number, "busy_share": busy})
-                if busy > IDLE_BUSY_SHARE:
-                    self._warn(f"round {number + 1}: {busy:.0%} of the CPU was in use by others")
+                rounds.append({"round": number, "busy_share": self._wait_until_idle(f"round {number + 1}")})
                 if number % 2:
                     probe_samples += self._probe(probe, number)
                     self._round(number, self._contenders[::-1])
@@ -188,6 +195,7 @@ class Benchmark:
             "install_bytes": install_bytes(info.requires) if reason is None else None,
             "lock_in": lock_in(info.name),
             "peak_memory_bytes": None,
+            "cold_peak_memory_bytes": None,
             "decode_bytes": 0.0,
             "prefill_flops": float(limits.prefill_flops(config, settings.prompt_tokens)),
             "ids": [],
@@ -219,9 +227,18 @@ class Benchmark:
 
     def _reference_logits(self) -> np.ndarray:
         self._progress("float64 reference logits of the fixed text")
-        return cached_reference_logits(self._checkpoint, np.array(self._verdict_ids, np.int32))
+        return cached_reference_logits(self._checkpoint, np.array(self._verdict_ids, np.int32), self._warn)
 
-    def _judge(self, name: str, dtype: str, logits: np.ndarray) -> dict[str, Any]:
+    def _wait_until_idle(self, when: str) -> float:
+        """Waits for an idle machine as long as that is worth it; returns the busy share, and warns of it."""
+        begin = time.monotonic()
+        busy = wait_until_idle(min(_IDLE_WAIT_S, self._idle_wait_s))
+        self._idle_wait_s = max(self._idle_wait_s - (time.monotonic() - begin), 0.0)
+        if busy > IDLE_BUSY_SHARE:
+            self._warn(f"{when}: {busy:.0%} of the CPU was in use by others")
+        return busy
+
+    def _judge(self, name: str, dtype: str, logits: np.ndarray) -> Verdict:
         assert self._reference is not None
         base = None
         if name == BASELINE:
@@ -267,13 +284,6 @@ class Benchmark:
                     contender.entry["sweep"].append(contender.time_run(prompt, SWEEP_NEW_TOKENS, number, position))
             self._park(contender)
 
-    def _start_warm(self, contender: Contender) -> None:
-        """Starts a route that compiled in its first start once more, to see what a start costs from then on."""
-        if contender.entry["starts"][0]["compile_cold"]:
-            self._progress(f"{self._name(contender)}: start with a full cache")
-            self._make_room(contender, extra=contender.resident_bytes)
-            contender.start_again()
-
     def _park(self, contender: Contender) -> None:
         """Stops a worker that may run again, ends one that has failed."""
         if contender.runs and contender.worker is not None:
@@ -281,9 +291,9 @@ class Benchmark:
         elif not contender.runs:
             contender.close()
 
-    def _make_room(self, contender: Contender, extra: int = 0) -> None:
-        """Ends other workers, longest ones first, until ``contender`` (or ``extra`` bytes more) fits in memory."""
-        needed = (extra or contender.resident_bytes) + _KEPT_FREE_BYTES
+    def _make_room(self, contender: Contender) -> None:
+        """Ends other workers, largest ones first, until ``contender`` fits in memory."""
+        needed = contender.resident_bytes + _KEPT_FREE_BYTES
         others = [other for other in self._contenders if other.worker is not None and other is not contender]
         for other in sorted(others, key=lambda other: -other.resident_bytes):
             if memory_available() >= needed:
@@ -299,10 +309,13 @@ class Benchmark:
     def _guard(self, contender: Contender) -> Iterator[None]:
         """Turns a route's failure into its entry's status, so that the other routes' results stand.
 
-        One that never started and said why has not run; one that broke, or refused a call later, has failed.
+        One that never started and said why has not run; one that broke, or refused a call later, has failed. A full
+        cache ends the benchmark: it is the user's to cure, and every route that compiles would run into it.
         """
         try:
             yield
+        except CacheFullError:
+            raise
         except ShipwayError as error:
             refused = not isinstance(error, WorkerError) and not contender.entry["starts"]
             contender.entry["status"] = "not run" if refused else "failed"
@@ -352,7 +365,7 @@ class Benchmark:
             "schema_version": SCHEMA_VERSION,
             "command": "bench",
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "environment": describe_environment(self._threads),
+            "environment": cast(Environment, describe_environment(self._threads)),
             "workload": {
                 "model": settings.model,
                 "architecture": config.architecture,
@@ -367,7 +380,7 @@ class Benchmark:
                 "device": settings.device,
                 "baseline": BASELINE,
             },
-            "price": dataclasses.asdict(self._price),
+            "price": cast(PriceRow, dataclasses.asdict(self._price)),
             "rounds": rounds,
             "probes": probe_samples,
             "entries": self._entries,

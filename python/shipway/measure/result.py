@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from types import NoneType, UnionType
+from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 from shipway.errors import ShipwayError
 
 SCHEMA_VERSION = 1
+_NAMES = ("nan", "inf", "-inf")  # how NaN and infinities are written: JSON has no number for them
 
 
 class Sample(TypedDict):
@@ -45,12 +49,36 @@ class Start(TypedDict):
     notes: list[str]
 
 
+class FirstDivergence(TypedDict):
+    """The first token the route chose otherwise than the reference, and how near the reference's choice was."""
+
+    position: int
+    reference: int
+    route: int
+    top2_margin: float
+
+
+class Verdict(TypedDict):
+    """What is printed of ``shipway.numerics.model_verdict.ModelVerdict``; the file holds all its fields."""
+
+    ok: bool
+    reason: str
+    positions: int
+    kl_mean: float
+    delta_nll_mean: float
+    base_kl_mean: float | None
+    base_delta_nll_mean: float | None
+    agreement: float
+    first_divergence: FirstDivergence | None
+
+
 class Entry(TypedDict):
     """One route in one dtype.
 
     ``status`` is ``ok``, ``fail`` (verdict), ``failed`` (broke) or ``not run``. ``starts`` holds the first start in
-    this run and, if that compiled anything, a second one that found it in the cache. ``lock_in`` says licence and
-    openness of the route's compiler.
+    this run and, if that compiled anything, a second one that found it in the cache: the verdict, the timed runs and
+    ``peak_memory_bytes`` are the second one's, the first one's peak is ``cold_peak_memory_bytes``. ``lock_in`` says
+    licence and openness of the route's compiler.
     """
 
     route: str
@@ -58,11 +86,12 @@ class Entry(TypedDict):
     weights: str
     status: str
     reason: str | None
-    verdict: dict[str, Any] | None
+    verdict: Verdict | None
     starts: list[Start]
     install_bytes: int | None
     lock_in: str
     peak_memory_bytes: int | None
+    cold_peak_memory_bytes: NotRequired[int | None]
     decode_bytes: float
     prefill_flops: float
     ids: list[int]
@@ -88,15 +117,35 @@ class Workload(TypedDict):
     baseline: str
 
 
+class Environment(TypedDict):
+    """What is printed of the machine; the file holds everything ``describe_environment`` returns."""
+
+    cpu: str
+    threads: int
+    cores: int
+    memory_bytes: int
+    gpu: str
+    packages: dict[str, str]
+    git_revision: NotRequired[str | None]
+
+
+class PriceRow(TypedDict):
+    """A ``shipway.measure.prices.Price``."""
+
+    usd_per_hour: float
+    machine: str
+    source: str
+
+
 class Result(TypedDict):
     """A benchmark. ``rounds`` holds the busy share of the machine before each round, every route stopped."""
 
     schema_version: int
     command: str
     created: str
-    environment: dict[str, Any]
+    environment: Environment
     workload: Workload
-    price: dict[str, Any]
+    price: PriceRow
     rounds: list[dict[str, float]]
     probes: list[ProbeSample]
     entries: list[Entry]
@@ -105,13 +154,19 @@ class Result(TypedDict):
 
 def check_writable(path: Path) -> None:
     """Raises a :class:`ShipwayError` when ``path`` cannot be written; asked before the work, not after it."""
-    folder = path.parent
-    if path.is_dir():
-        raise ShipwayError(f"cannot write {path}: it is a folder")
-    if not folder.is_dir():
-        raise ShipwayError(f"cannot write {path}: there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ShipwayError(f"cannot write {path}: permission denied")
+    try:
+        if path.is_dir():
+            raise ShipwayError(f"cannot write {path}: it is a folder")
+        if not path.parent.is_dir():
+            raise ShipwayError(f"cannot write {path}: there is no folder {path.parent}")
+        if _is_replaceable(path):
+            partial = _partial(path)
+            partial.touch()
+            partial.unlink()
+        elif not os.access(path, os.W_OK):
+            raise ShipwayError(f"cannot write {path}: permission denied")
+    except OSError as error:
+        raise ShipwayError(f"cannot write {path}: {error.strerror}") from None
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -122,14 +177,34 @@ def write_json(path: Path, document: Any) -> None:
     """
     text = json.dumps(_plain(document), indent=1, allow_nan=False) + "\n"
     try:
-        if path.exists() and not path.is_file():  # /dev/stdout and the like cannot be replaced
+        if not _is_replaceable(path):
             path.write_text(text)
             return
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(text)
-        partial.replace(path)
+        partial = _partial(path)
+        try:
+            partial.write_text(text)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ShipwayError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether ``path`` is an ordinary file or none yet; /dev/stdout and the like can only be written to.
+
+    Raises:
+        OSError: No such file could exist, for its name is too long and the like.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _partial(path: Path) -> Path:
+    """Where the content goes until it is whole; not made from the file's name, which may be as long as names get."""
+    return path.with_name(f".shipway-{os.getpid()}")
 
 
 def _plain(value: Any) -> Any:
@@ -144,7 +219,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_result(path: Path) -> Result:
-    """Returns the benchmark stored in ``path``.
+    """Returns the benchmark stored in ``path``, NaN and infinities as they were before they were written by name.
 
     Raises:
         ShipwayError: It cannot be read, or is no benchmark of this schema.
@@ -153,7 +228,7 @@ def read_result(path: Path) -> Result:
         document = json.loads(path.read_text())
     except OSError as error:
         raise ShipwayError(f"cannot read {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, or numbers and nesting beyond what is read
         raise ShipwayError(f"{path} is not JSON: give a file written by `shipway bench --json`") from None
     if not isinstance(document, dict) or document.get("command") != "bench":
         raise ShipwayError(f"{path} is not a benchmark result: give a file written by `shipway bench --json`")
@@ -165,5 +240,70 @@ def read_result(path: Path) -> Result:
     missing = Result.__required_keys__ - document.keys()
     if missing:
         raise ShipwayError(f"{path} lacks {', '.join(sorted(missing))}: it was not written whole")
-    result: Result = document  # type: ignore[assignment]
+    try:
+        result: Result = _typed(document, Result, "")
+        _check_figures(result)
+    except _Malformed as error:
+        raise ShipwayError(f"{path} is damaged: {error}; run the benchmark again") from None
     return result
+
+
+class _Malformed(Exception):
+    """Where a document is not what :class:`Result` says, and why."""
+
+
+def _typed(value: Any, kind: Any, where: str) -> Any:
+    """Returns ``value`` as the type ``kind``, or says that the part of the document called ``where`` is no such thing.
+
+    Keys that a TypedDict does not name are kept as they are.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is UnionType:
+        (other,) = (argument for argument in arguments if argument is not NoneType)
+        return None if value is None else _typed(value, other, where)
+    if kind is float:
+        if value in _NAMES:
+            return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+    elif origin is NotRequired:
+        return _typed(value, arguments[0], where)
+    elif is_typeddict(kind):
+        if isinstance(value, dict):
+            hints = get_type_hints(kind, include_extras=True)
+            needed = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
+            if missing := sorted(needed - value.keys()):
+                raise _Malformed(f"{where} lacks {', '.join(missing)}")
+            fields = value.keys() & hints.keys()
+            return value | {name: _typed(value[name], hints[name], f"{where}.{name}".lstrip(".")) for name in fields}
+    elif origin is list:
+        if isinstance(value, list):
+            return [_typed(item, arguments[0], f"{where}[{number}]") for number, item in enumerate(value)]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {name: _typed(item, arguments[1], f"{where}.{name}") for name, item in value.items()}
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise _Malformed(f"{where} is {json.dumps(value)[:60]}")
+
+
+def _check_figures(result: Result) -> None:
+    """Raises when a figure cannot be made from samples of the right type."""
+    if not result["price"]["usd_per_hour"] > 0:
+        raise _Malformed(f"price.usd_per_hour is {result['price']['usd_per_hour']}")
+    for number, probe in enumerate(result["probes"]):
+        if not 0 < probe["value"] < math.inf:
+            raise _Malformed(f"probes[{number}].value is {probe['value']}")
+    for number, entry in enumerate(result["entries"]):
+        where = f"entries[{number}]"
+        if entry["status"] not in ("ok", "fail", "failed", "not run"):
+            raise _Malformed(f"{where}.status is {entry['status']!r}")
+        for sample in (*entry["samples"], *entry["sweep"]):
+            times = [0.0, *sample["times"], math.inf]
+            if len(times) < 4 or not all(before < after for before, after in pairwise(times)):
+                raise _Malformed(f"{where} has a sample whose times are not those of two tokens or more")
+        timed = sorted(sample["round"] for sample in entry["samples"])
+        if entry["status"] == "ok" and timed != list(range(result["workload"]["rounds"])):
+            raise _Malformed(f"{where} was timed in rounds {timed}, not in {result['workload']['rounds']} rounds")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 
+from shipway.measure.result import Verdict
 from shipway.model.checkpoint import Checkpoint
 from shipway.model.resolve import cache_dir
 from shipway.numerics import model_verdict, reference_model
@@ -47,27 +50,43 @@ def _fingerprint(checkpoint: Checkpoint, tokens: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def cached_reference_logits(checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray:
-    """Returns the float64 logits ``[S, vocab_size]`` of ``tokens [S]``, kept on disk between runs."""
+def cached_reference_logits(checkpoint: Checkpoint, tokens: np.ndarray, warn: Callable[[str], None]) -> np.ndarray:
+    """Returns the float64 logits ``[S, vocab_size]`` of ``tokens [S]``, kept on disk between runs where there is room.
+
+    Args:
+        checkpoint: The model.
+        tokens: Ids, int32 ``[S]``.
+        warn: Is told when they could not be kept.
+    """
     folder = cache_dir() / "reference"
     path = folder / f"{_fingerprint(checkpoint, tokens)}.npy"
     if path.exists():
-        os.utime(path)
+        with contextlib.suppress(OSError):  # a cache that cannot be written keeps its dates
+            os.utime(path)
         stored: np.ndarray = np.load(path, mmap_mode="r")
         return stored
     logits: np.ndarray = reference_model.reference_logits(checkpoint, tokens)
-    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{path.name}.{os.getpid()}"
-    with partial.open("wb") as file:
-        np.save(file, logits)
-    partial.replace(path)
-    for old in sorted(folder.glob("*.npy"), key=lambda entry: entry.stat().st_mtime)[:-_KEPT_REFERENCES]:
-        old.unlink(missing_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            np.save(file, logits)
+        partial.replace(path)
+        for old in sorted(folder.glob("*.npy"), key=lambda entry: entry.stat().st_mtime)[:-_KEPT_REFERENCES]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        warn(
+            f"the float64 reference ({logits.nbytes / 1e6:.0f} MB) is computed again next time, it cannot be kept in "
+            f"{folder} ({error.strerror or error}): make room on its disk or set SHIPWAY_CACHE"
+        )
     return logits
 
 
 def judge_route(
     logits: np.ndarray, reference: np.ndarray, base: np.ndarray | None, tokens: np.ndarray, dtype: str
-) -> dict[str, Any]:
+) -> Verdict:
     """Returns the fields of the model verdict on ``logits [S, vocab_size]``, as they are stored in a result."""
-    return dataclasses.asdict(model_verdict.judge_model(logits, reference, base, tokens, dtype))
+    judged = dataclasses.asdict(model_verdict.judge_model(logits, reference, base, tokens, dtype))
+    return cast(Verdict, judged)

@@ -102,7 +102,7 @@ def summarise(result: Result) -> list[Row]:
                 usd_out=usd_per_million(usd, median_decode.median) if median_decode else None,
                 usd_in=usd_per_million(usd, median_prefill.median) if median_prefill else None,
                 decode_share=ratio_per_round(read, ceilings(result, READ)),
-                prefill_share=ratio_per_round(flops, ceilings(result, GEMM_KIND[entry["dtype"]])),
+                prefill_share=ratio_per_round(flops, ceilings(result, GEMM_KIND.get(entry["dtype"], ""))),
                 ratio_decode=ratio_per_round(decode, decode_speeds(base)) if base else None,
                 ratio_prefill=ratio_per_round(prefill, prefill_speeds(base)) if base else None,
             )
