@@ -93,13 +93,12 @@ def interop_lines(path: Path, document: dict[str, Any]) -> str:
 
 def load_lines(path: Path, document: dict[str, Any]) -> str:
     """Returns the start of a compiled model, from ``shipway load-time``."""
-    load, first = (
-        statistics.median(sample[key] for sample in document["samples"]) for key in ("load_s", "first_token_s")
-    )
+    samples = document["samples"]
+    load, first = (statistics.median(sample[key] for sample in samples) for key in ("load_s", "first_token_s"))
     return (
         f"**Start of a compiled model** (SmolLM2-135M-Instruct, bf16) on {document['environment']['cpu']}"
         f" ([{path.name}](bench/results/{path.name})): `shipway.load` {load:.2f} s, first token {first:.2f} s,"
-        f" median of {len(document['samples'])} fresh processes.\n"
+        f" median of {len(samples)} fresh processes.\n"
     )
 
 
