@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+from torch.utils.dlpack import from_dlpack
 
 from shipway.artefacts import artefact, cpu_target
 from shipway.graphs import ops
