@@ -26,6 +26,7 @@ LAYERS = (
     {"channel", "sampler", "streaming"},
     {"service", "client"},
     {"worker"},
+    {"serve"},
     {"compiled"},
     {"api"},
     {"measure"},

@@ -7,6 +7,7 @@ Ctrl-C, 141 when the reader of the output went away.
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ from typing import Any
 import typer
 
 from shipway.cli.bench import bench
+from shipway.cli.bench_serve import bench_serve
 from shipway.cli.cache import cache
 from shipway.cli.compile import compile
 from shipway.cli.doctor import doctor
@@ -41,6 +43,10 @@ class _OutputGone(Exception):
     """The reader of stdout closed it; Typer would turn a BrokenPipeError into exit code 1."""
 
 
+class _Interrupted(Exception):
+    """Ctrl-C; Typer would turn a KeyboardInterrupt into an exit without a word."""
+
+
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
@@ -48,11 +54,13 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(*arguments, **options)
         except BrokenPipeError as error:
             raise _OutputGone from error
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
 
     return run
 
 
-for command in (bench, generate, serve, compile, load_time, inspect, routes, doctor, report, cache):
+for command in (bench, generate, serve, bench_serve, compile, load_time, inspect, routes, doctor, report, cache):
     app.command()(_guarded(command))
 
 
@@ -78,6 +86,8 @@ def main() -> None:
     """Runs the command line and ends the process with its exit code; never with a traceback."""
     os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "false")
     os.environ.setdefault("MODULAR_CRASH_REPORTING_ENABLED", "false")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may choose characters that the terminal cannot show
     try:
         try:
             app()
@@ -86,7 +96,7 @@ def main() -> None:
     except ShipwayError as error:
         _say(" ".join(str(error).split()))
         code = error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Interrupted):
         _say("interrupted")
         code = 130
     except (BrokenPipeError, _OutputGone):

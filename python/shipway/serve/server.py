@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import shipway
 from shipway.client import new_log
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.checkpoint import open_checkpoint
@@ -66,6 +65,8 @@ class Server:
 
     Attributes:
         url: Its OpenAI endpoint.
+        model: The name it serves the model under.
+        directory: The Hugging Face directory it reads.
         log: The file its output goes to.
         start_s: Seconds from the start to the first answer of ``/health``.
         max_length: Prompt and new tokens of a sequence together.
@@ -92,10 +93,11 @@ class Server:
         if self.max_length > most:
             raise ShipwayError(f"--max-length {self.max_length} exceeds the {most} tokens {settings.model} is made for")
         _check_free(settings.host, settings.port)
-        directory = hf_directory(checkpoint)
+        self.model = settings.model
+        self.directory = hf_directory(checkpoint)
         self.log = new_log("serve")
         self._settings = settings
-        self._process = self._start(directory)
+        self._process = self._start()
         self.url = f"http://{settings.host}:{settings.port}/v1"
         try:
             self.start_s = self._wait_until_ready(show)
@@ -128,14 +130,21 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _start(self, directory: Path) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         s = self._settings
-        command = [sys.executable, "-c", "import sys; from max._entrypoints.pipelines import main; sys.exit(main())"]
-        command += ["serve", "--model", str(directory), "--served-model-name", s.model, "--devices", "cpu"]
+        command = [
+            *maxs_command("serve"),
+            "--model",
+            str(self.directory),
+            "--served-model-name",
+            s.model,
+            "--devices",
+            "cpu",
+        ]
         command += ["--host", s.host, "--port", str(s.port), "--quantization-encoding", "float32"]
         command += ["--max-batch-size", str(s.max_batch), "--max-length", str(self.max_length)]
         command += ["--max-batch-input-tokens", str(s.max_batch_input_tokens)]
-        root = str(Path(shipway.__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parent.parent.parent)
         if not s.stock:
             command += ["--custom-architectures", f"{root}:{_ARCHITECTURE}"]
         environment = os.environ | {
@@ -184,6 +193,11 @@ class Server:
         return ServerError(
             f"MAX's server {how} (exit code {self._process.returncode}): {reason[:300]}; log: {self.log}"
         )
+
+
+def maxs_command(name: str) -> list[str]:
+    """Returns the start of a command line of ``max``, of this environment whatever ``PATH`` says."""
+    return [sys.executable, "-c", "import sys; from max._entrypoints.pipelines import main; sys.exit(main())", name]
 
 
 def death_reason(log: str) -> str:
