@@ -12,12 +12,13 @@ import pytest
 
 import fake_models
 import tiny_checkpoints
+from shipway.cli.bench import bench as bench_command
 from shipway.cli.main import main
 from shipway.errors import ShipwayError
 from shipway.measure import bench as bench_module
 from shipway.measure import verdicts
 from shipway.measure.bench import Benchmark, Settings
-from shipway.measure.result import Result
+from shipway.measure.result import Result, read_result
 from shipway.report.decision import decide
 from shipway.routes.catalogue import ROUTES
 
@@ -366,3 +367,35 @@ def test_exit_code_says_whether_all_held(checkpoint: str, monkeypatch: pytest.Mo
     assert command(monkeypatch, checkpoint, "--routes", "Lacks", "--dtype", "f32") == 3
     assert command(monkeypatch, checkpoint, "--routes", "no-such", "--dtype", "f32") == 2
     assert command(monkeypatch, checkpoint, "--routes", "torch-eager", "--contexts", "a") == 2
+
+
+def test_table_and_file_do_not_lose_each_other(
+    good: Result, checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Benchmark, "run", lambda self: good)
+    path = tmp_path / "r.json"
+
+    def full(path: Path, document: object) -> None:
+        raise ShipwayError(f"cannot write {path}: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shipway.cli.bench.write_json", full)
+        assert command(monkeypatch, checkpoint, "--routes", "torch-eager", "--json", path) == 2
+    assert "In f32 " in capsys.readouterr().out
+
+    def gone(result: Result, out: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("shipway.report.table.print_result", gone)
+    with pytest.raises(BrokenPipeError):
+        bench_command(checkpoint, routes="torch-eager", threads=1, price="1", json=path)
+    assert read_result(path)["entries"]
+
+
+@pytest.mark.parametrize("options", [("--device", "cuda"), ("--dtype", "f32", "--weights", "bf16")])
+def test_command_lists_what_cannot_run_and_exits_with_3(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(bench_module, "Worker", lambda *arguments, **more: pytest.fail("a worker was started"))
+    assert command(monkeypatch, checkpoint, "--routes", "torch-eager", *options) == 3
+    assert "torch-eager f32 was not run: " in capsys.readouterr().out

@@ -1,6 +1,8 @@
 import dataclasses
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,8 +235,12 @@ def test_route_that_breaks_is_one_line(run: Run, checkpoint: str, fakes: Callabl
     assert_one_line(code, 1, err, "SIGSEGV", "log: ")
 
 
-def test_route_that_cannot_run_here_exits_with_3(run: Run, checkpoint: str, fakes: Callable[..., None]) -> None:
+def test_route_that_cannot_run_here_exits_with_3(
+    run: Run, checkpoint: str, fakes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fakes("Lacks")
+    takes_f16 = dataclasses.replace(fake_routes.info("Good"), weight_formats=("f16",))
+    monkeypatch.setitem(ROUTES, "Good", takes_f16)  # one that no route takes would be a usage error
     code, _, err = run("generate", "--threads", 1, "--model", checkpoint, "--prompt", "a", "--route", "Lacks")
     assert_one_line(code, 3, err, "plug one in")
     code, _, err = run(
@@ -287,6 +293,83 @@ def test_usage_errors_are_one_line(run: Run, checkpoint: str, arguments: list[st
     route = [] if "--route" in arguments else ["--route", "torch-eager"]
     code, _, err = run("generate", *model, *route, *arguments)
     assert_one_line(code, 2, err, part)
+
+
+@pytest.mark.parametrize("route", ["Good", "all"])
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--greedy", "--temperature", "1"], "exclude each other"),
+        (["--max-new", "0"], "max-new"),
+        (["--max-new", "1000"], "context of 256"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "1", "--top-p", "0"], "top-p"),
+        (["--temperature", "1", "--top-k", "-1"], "top-k"),
+        (["--seed", "-1"], "seed"),
+        (["--stop", ""], "non-empty"),
+        (["--stop", "\udcff"], "Unicode"),
+        (["--prompt", "\udcff\udcfe"], "the prompt is not Unicode text"),
+        (["--threads", "0"], "threads"),
+        (["--dtype", "f8"], "dtype 'f8'"),
+        (["--dtype", "f16"], "dtype 'f16'"),
+        (["--weights", "q4"], "weight format 'q4'"),
+        (["--device", "tpu"], "device is called 'tpu'"),
+        (["--model", ""], "name is empty"),
+        (["--chat"], "no chat template"),
+    ],
+)
+def test_usage_errors_are_found_before_any_route_is_loaded(
+    run: Run, fakes: Callable[..., None], own_cache: Path, tmp_path: Path,
+    checkpoint: str, route: str, arguments: list[str], part: str,
+) -> None:  # fmt: skip
+    fakes("Good", "Slow")
+    if arguments == ["--chat"]:
+        checkpoint = str(shutil.copytree(checkpoint, tmp_path / "plain"))
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            Path(checkpoint, name).unlink(missing_ok=True)
+    code, _, err = run("generate", "--model", checkpoint, "--prompt", "a", "--route", route, *arguments)
+    assert_one_line(code, 2, err, part)
+    assert not (own_cache / "logs").exists()  # no worker was started
+
+
+@pytest.mark.parametrize("route", ["Good", "all"])
+def test_device_of_another_machine_is_no_usage_error(
+    run: Run, checkpoint: str, fakes: Callable[..., None], route: str
+) -> None:
+    fakes("Good")
+    code, out, err = run("generate", "--model", checkpoint, "--prompt", "a", "--route", route, "--device", "cuda")
+    assert code == 3
+    assert "not on cuda" in out + err
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+@pytest.mark.parametrize("path", ["/proc/shipway.json", "n" * 256])
+def test_json_path_that_cannot_be_made_is_found_before_the_work(run: Run, command: str, path: str) -> None:
+    code, _, err = run(command, "--model", "no-such-model", "--json", path)
+    assert_one_line(code, 2, err, "cannot write", path)
+
+
+def test_full_cache_is_named_when_a_route_breaks_while_preparing(
+    run: Run, checkpoint: str, fakes: Callable[..., None], monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    fakes("Unprepared")
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("shipway.client.shutil.disk_usage", lambda path: usage._replace(free=1_000_000))
+    for route in ("Unprepared", "all"):
+        code, _, err = run("generate", "--model", checkpoint, "--prompt", "a", "--route", route)
+        assert_one_line(code, 2, err, f"the disk of the cache {own_cache} has 1.0 MB free")
+
+
+def test_characters_the_terminal_cannot_show_are_replaced(checkpoint: str) -> None:
+    code = (
+        "import sys; sys.argv = ['shipway', 'report', 'r.json']; import shipway.cli.report as command;"
+        "command.read_result = lambda path: sys.stdout.write('caf\\xe9 \\U0001f600 \\udcff\\n') and sys.exit(0);"
+        "from shipway.cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf? ? ?\n", "")
 
 
 def test_prompt_file_that_is_not_text_is_refused(run: Run, checkpoint: str, tmp_path: Path) -> None:
@@ -345,7 +428,7 @@ def test_ctrl_c_ends_the_command_and_its_worker(checkpoint: str) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGINT)
     code = process.wait(timeout=60)
-    assert "Traceback" not in process.stderr.read()
+    assert process.stderr.read() == "shipway: interrupted\n"
     assert code == 130
     assert children
     assert not any(Path(f"/proc/{child}").exists() for child in children)
@@ -385,6 +468,13 @@ def test_inspect_says_what_a_checkpoint_is(run: Run, checkpoint: str, tmp_path: 
 def test_inspect_of_nothing_is_one_line(run: Run, tmp_path: Path) -> None:
     code, _, err = run("inspect", tmp_path)
     assert_one_line(code, 2, err)
+
+
+def test_inspect_refuses_an_empty_name_and_a_context_the_model_has_not(run: Run, checkpoint: str) -> None:
+    code, _, err = run("inspect", "")
+    assert_one_line(code, 2, err, "name is empty")
+    code, _, err = run("inspect", checkpoint, "--context", 257)
+    assert_one_line(code, 2, err, "257", "256")
 
 
 def test_doctor_finds_wrong_and_missing_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,11 @@ def bench(
     )
     with progress() as show:
         result = Benchmark(settings, show).run()
-    if json is not None:
-        write_json(json, result)
-    print_result(result, sys.stdout)
+    try:  # neither a file that cannot be written nor a reader that went away may lose the other
+        print_result(result, sys.stdout)
+    finally:
+        if json is not None:
+            write_json(json, result)
     raise typer.Exit(exit_code(result))
 
 

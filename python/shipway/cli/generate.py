@@ -89,12 +89,25 @@ def generate(
     With `--route all` the ids of the routes are compared: they are the same, or the first divergent token is shown
     with the margin between the two largest logits of each route there. Exits with 1 when a route breaks.
     """
-    from shipway.api import check_context, check_threads, encode_prompt, find_route, load
+    from shipway.api import (
+        check_context,
+        check_names,
+        check_sampling,
+        check_text,
+        check_threads,
+        encode_prompt,
+        find_route,
+        load,
+    )
+    from shipway.client import CacheFullError
     from shipway.model.checkpoint import open_checkpoint
     from shipway.model.resolve import resolve
 
     names = list(ROUTES) if route == ALL else [find_route(route).name]
-    content = read_prompt(prompt, prompt_file)
+    check_names(dtype, weights or dtype, device)
+    threads = check_threads(threads)
+    check_sampling(max_new, greedy, temperature, top_k, top_p, seed, stop or [])
+    content = check_text("the prompt", read_prompt(prompt, prompt_file))
     options: dict[str, Any] = {
         "chat": chat,
         "max_new": max_new,
@@ -129,7 +142,7 @@ def generate(
                     print(token.text, end="", flush=True)
                 print()
             except ShipwayError as error:
-                if route != ALL:
+                if route != ALL or isinstance(error, CacheFullError):
                     raise
                 record["status"] = "not run" if isinstance(error, CannotRunError) else "failed"
                 record["reason"] = str(error)
@@ -158,7 +171,7 @@ def generate(
             "schema_version": SCHEMA_VERSION,
             "command": "generate",
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "environment": describe_environment(check_threads(threads)),
+            "environment": describe_environment(threads),
             "model": model,
             "dtype": dtype,
             "weights": weights or dtype,

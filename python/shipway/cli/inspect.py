@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shipway.cli.options import Json
+from shipway.cli.options import Json, named
+from shipway.errors import ShipwayError
 from shipway.measure.result import SCHEMA_VERSION, write_json
 from shipway.model.inspect import describe
 from shipway.model.resolve import resolve
@@ -52,7 +53,7 @@ def _lines(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="Hugging Face directory, GGUF file, or a model name.")],
+    path: Annotated[str, typer.Argument(help="Hugging Face directory, GGUF file, or a model name.", callback=named)],
     context: Annotated[
         int | None, typer.Option(help="Tokens to size the KV cache for; the model's own context if not given.", min=1)
     ] = None,
@@ -60,7 +61,9 @@ def inspect(
 ) -> None:
     """Say what a checkpoint is, what memory it needs, and which routes can serve it."""
     document = describe(resolve(path), ROUTES, context)
-    if json is not None:
-        write_json(json, {"schema_version": SCHEMA_VERSION, "command": "inspect", **document})
+    if context is not None and context > document["max_context"]:
+        raise ShipwayError(f"a context of {context} tokens exceeds the model's {document['max_context']}")
     for label, text in _lines(document):
         print(f"{label:<14}{text}")
+    if json is not None:
+        write_json(json, {"schema_version": SCHEMA_VERSION, "command": "inspect", **document})

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shipway.errors import ShipwayError
 from shipway.measure.result import check_writable
 
 
@@ -16,7 +17,14 @@ def _writable(path: Path | None) -> Path | None:
     return path
 
 
-Model = Annotated[str, typer.Option(help="Hugging Face directory, GGUF file, or a model name.")]
+def named(model: str) -> str:
+    """Returns ``model``; raises a :class:`ShipwayError` when it is empty, which a path would take for this folder."""
+    if not model:
+        raise ShipwayError("the model's name is empty: give a Hugging Face directory, a GGUF file, or a model name")
+    return model
+
+
+Model = Annotated[str, typer.Option(help="Hugging Face directory, GGUF file, or a model name.", callback=named)]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Also write the result to this file.", callback=_writable, dir_okay=True)
 ]
