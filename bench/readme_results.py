@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shipway.measure.result import Result, read_result
+from shipway.measure.result import Result, Start, read_result
 from shipway.measure.stats import Estimate
 from shipway.report.decision import decide
 from shipway.report.summary import Row, summarise
@@ -35,6 +35,13 @@ def cell(value: Estimate | None, digits: int, scale: float = 1.0) -> str:
     return f"{text} ({value.low * scale:.{digits}f} to {value.high * scale:.{digits}f})"
 
 
+def starts(recorded: list[Start]) -> str:
+    """Returns the seconds of a cold and of a warm start, ``-`` for one that did not happen in this run."""
+    cold = next((start["total_s"] for start in recorded if start["compile_cold"]), None)
+    warm = next((start["total_s"] for start in recorded if not start["compile_cold"]), None)
+    return " / ".join("-" if seconds is None else f"{seconds:.1f}" for seconds in (cold, warm))
+
+
 def columns(row: Row, baseline: str) -> dict[str, str]:
     """Returns title -> cell for one route in one dtype; a route without a PASS gets no figures."""
     entry = row.entry
@@ -48,9 +55,7 @@ def columns(row: Row, baseline: str) -> dict[str, str]:
         f"prefill x {baseline}": cell(row.ratio_prefill, 2),
         "$/Mtok out": "-" if row.usd_out is None else f"{row.usd_out:.3g}",
         "$/Mtok in": "-" if row.usd_in is None else f"{row.usd_in:.3g}",
-        "start cold / warm s": " / ".join(
-            f"{start['total_s']:.1f}" if start else "-" for start in (entry["cold"], entry["warm"])
-        ),
+        "start cold / warm s": starts(entry["starts"]),
     }
     if not row.ranked:
         figures = dict.fromkeys(figures, "-")

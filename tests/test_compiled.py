@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,13 @@ def test_one_made_for_something_else_is_refused_by_name(compiled: Path, part: st
             shipway.load(compiled, threads=1)
     finally:
         record.write_text(kept)
+
+
+def test_generate_takes_route_and_dtype_from_the_directory(compiled: Path) -> None:
+    command = [sys.executable, "-m", "shipway.cli", "generate", "--model", str(compiled), "--prompt", "def"]
+    result = subprocess.run([*command, "--max-new", "2", "--threads", "1"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
 
 
 def test_contradicting_arguments_are_refused(compiled: Path) -> None:

@@ -69,8 +69,7 @@ def result(status: str) -> Result:
             "status": status,
             "reason": "max error 7" if status != "ok" else None,
             "verdict": None,
-            "cold": None,
-            "warm": None,
+            "starts": [{"total_s": 20.0, "compile_cold": True}, {"total_s": 2.0, "compile_cold": False}],
             "install_bytes": None,
             "lock_in": "open (MIT)",
             "peak_memory_bytes": None,
@@ -105,6 +104,7 @@ def test_results_section_shows_the_figures_of_a_pass() -> None:
     text = readme_results.section(Path("r.json"), result("ok"))
     row = next(line for line in text.splitlines() if line.startswith("| `mojo-graph`"))
     assert row.startswith("| `mojo-graph` | f32 | PASS | 20.0 (20.0 to 20.0) | 2.00 (2.00 to 2.00) |")
+    assert "20.0 / 2.0" in row
     assert "2026-01-02, revision aaaaaaaaaaaa" in text
 
 

@@ -24,11 +24,12 @@ def compile(
     json: Json = None,
 ) -> None:
     """Compile a model into a directory that starts in seconds, on machines with this CPU and these versions."""
-    from shipway.api import check_threads, find_route
+    from shipway.api import check_names, check_threads, find_route
     from shipway.compiled import compile_model
 
     info = find_route(route)
     weights = weights or dtype
+    check_names(dtype, weights, "cpu")
     if (reason := info.why_not(dtype, weights, "cpu")) is not None:
         raise CannotRunError(f"{route} {reason}")
     with progress() as show:

@@ -77,8 +77,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     model: Model = DEFAULT_MODEL,
-    route: Annotated[str, typer.Option(help="A route, or `all` to compare every route.")] = "mojo-graph",
-    dtype: Annotated[str, typer.Option(help="Activation dtype.")] = "f32",
+    route: Annotated[
+        str | None, typer.Option(help="A route, or `all` to compare every route; mojo-graph if not given.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Activation dtype; f32 if not given.")] = None,
     weights: Weights = None,
     device: Device = "cpu",
     threads: Threads = None,
@@ -100,9 +102,13 @@ def generate(
         load,
     )
     from shipway.client import CacheFullError
+    from shipway.compiled import read_compiled
     from shipway.model.checkpoint import open_checkpoint
     from shipway.model.resolve import resolve
 
+    if (compiled := read_compiled(resolve(model))) is not None:  # it brings its own; load refuses others by name
+        route, dtype, weights = route or compiled.route, dtype or compiled.dtype, weights or compiled.weights
+    route, dtype = route or "mojo-graph", dtype or "f32"
     names = list(ROUTES) if route == ALL else [find_route(route).name]
     check_names(dtype, weights or dtype, device)
     threads = check_threads(threads)
