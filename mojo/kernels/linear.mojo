@@ -26,8 +26,7 @@ def rows_per_tile(m: Int, row_bytes: Int) -> Int:
 
 
 struct LinearTiles(ImplicitlyCopyable, Movable):
-    """Tiles of out `[M, N]`: blocks of x rows, each over all blocks of w rows.
-    """
+    """Tiles of out `[M, N]`: blocks of x rows, each over all of w's blocks."""
 
     var m: Int
     var n: Int

@@ -69,8 +69,7 @@ def _project[
     d: Int,
     k: Int,
 ):
-    """Scratch `[m1 - m0, d]` = x rows m0 .. m1 - 1 times one head's `[d, k]`.
-    """
+    """Scratch `[m1 - m0, d]` = x rows m0 .. m1 - 1 by one head's `[d, k]`."""
     comptime NR = OUT // MR
     for j in range(0, d, NR):
         var w_rows = row_offsets[NR](j, d - 1, k)

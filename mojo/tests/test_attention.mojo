@@ -36,8 +36,7 @@ def exact[
     position: Int,
     window: Int,
 ) -> List[Float64]:
-    """The definition: softmax of q.k / sqrt(D) over the visible keys, times v.
-    """
+    """The definition: softmax(q.k / sqrt(D)) of the visible keys, times v."""
     var low = first_key(position, window)
     var out = List[Float64](length=D, fill=0)
     var kv = head // (HEADS // KV_HEADS)
@@ -95,8 +94,7 @@ def check[D: Int](rows: Int, start: Int, window: Int) raises:
 def check_layout[
     C: KVCache, //, D: Int
 ](at: C, size: Int, rows: Int, start: Int, window: Int) raises -> List[Float32]:
-    """Checks both kernels against the definition; returns what they computed.
-    """
+    """Checks both kernels against the definition; returns their output."""
     seed(rows * 1000 + start)
     var q = List[Float32](length=rows * HEADS * D, fill=0)
     rand(q.unsafe_ptr(), len(q), min=-2, max=2)

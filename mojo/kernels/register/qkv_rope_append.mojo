@@ -151,8 +151,7 @@ def qkv_rope_append[
 
 @extensibility.register("qkv_rope_append")
 struct QKVRopeAppend:
-    """`qkv_rope_append` into a cache `[B, layers, 2, S, kv_heads, head_dim]`.
-    """
+    """`qkv_rope_append` into `[B, layers, 2, S, kv_heads, head_dim]`."""
 
     @staticmethod
     def execute[
