@@ -124,7 +124,8 @@ def _route_checks() -> Iterator[Check]:
     broken: dict[str, str | None] = {}
     for info in ROUTES.values():
         if (reason := info.why_not(info.dtypes[0], info.weight_formats[0], info.devices[0])) is not None:
-            yield Check(f"route {info.name}", "fail", f"does not run: {reason.split(':')[0]}", info.remedy)
+            # Its packages are an extra: their absence is a choice, unless no route is left (see `doctor`).
+            yield Check(f"route {info.name}", "warn", f"does not run: {reason.split(':')[0]}", info.remedy)
             continue
         for module in info.requires:
             if module not in broken:
@@ -139,7 +140,7 @@ def _route_checks() -> Iterator[Check]:
 def doctor(json: Json = None) -> None:
     """Check this machine and environment; say what is missing and what would cure it.
 
-    Exits with 3 when something that is needed is missing.
+    Exits with 3 when something that is needed is missing, or when no route runs.
     """
     checks = [*_machine_checks(), *_package_checks(), *_cache_checks(), *_route_checks()]
     if json is not None:
@@ -148,5 +149,6 @@ def doctor(json: Json = None) -> None:
     lines = [["check", "", "found", "remedy"]]
     lines += [[check.name, check.status, check.found, check.remedy] for check in checks]
     print_table(lines, sys.stdout, figures=False)
-    if any(check.status == "fail" for check in checks):
+    some_route_runs = any(check.name.startswith("route ") and check.status == "ok" for check in checks)
+    if not some_route_runs or any(check.status == "fail" for check in checks):
         raise typer.Exit(3)
