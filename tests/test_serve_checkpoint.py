@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoTokenizer
 import tiny_checkpoints
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.checkpoint import open_checkpoint
-from shipway.model.rope import RopeConfig
 from shipway.serve import server
-from shipway.serve.hf_directory import hf_directory, rope_scaling
+from shipway.serve.hf_directory import hf_directory
 from shipway.serve.server import Server, ServeSettings, death_reason
 
 
@@ -67,16 +66,6 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
 def test_a_hugging_face_directory_is_served_as_it_is(tmp_path: Path) -> None:
     path = tiny_checkpoints.make("smollm2", tmp_path / "smollm2")
     assert hf_directory(open_checkpoint(path)) == path
-
-
-def test_llama_3_divisors_become_its_published_scaling() -> None:
-    published = RopeConfig(500000.0, 64, "llama3", 32.0, 8192)
-    plain = RopeConfig(500000.0, 64)
-    divisors = tuple((plain.inv_freq().astype(np.float64) / published.inv_freq()).tolist())
-    scaling = rope_scaling(RopeConfig(500000.0, 64, "llama3", divisors=divisors))
-    config = {"rope_theta": 500000.0, "rope_scaling": scaling}
-    again = RopeConfig.from_hf(config, 64, 131072)
-    np.testing.assert_allclose(again.inv_freq(), published.inv_freq(), rtol=1e-6)
 
 
 def test_other_divisors_are_refused(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import TensorSpec, serialize_file
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from shipway.errors import ShipwayError
 from shipway.model.arena import place
@@ -75,7 +76,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     """Returns the config.json that :meth:`ModelConfig.from_hf` reads back as ``config``.
 
     Raises:
-        ShipwayError: RoPE divisors of a GGUF, which a config.json cannot state.
+        ShipwayError: RoPE divisors or a sliding window of a GGUF that a config.json cannot state.
     """
     said: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.architecture]],
@@ -99,6 +100,8 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     windows = set(config.sliding_window)
     if config.architecture == "mistral":
         said["sliding_window"] = config.sliding_window[0]
+    elif config.architecture == "llama" and windows != {None}:
+        raise ShipwayError("a sliding window on a llama checkpoint has no Hugging Face form")
     elif windows != {None}:
         said["use_sliding_window"] = True
         said["sliding_window"] = max(window for window in windows if window is not None)
@@ -140,15 +143,21 @@ def _without_divisors(rope: RopeConfig) -> RopeConfig:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """The tokenizer of a GGUF as the files :func:`shipway.model.tokenizer.hf_tokenizer` reads."""
-    tokenizer.backend.save(str(directory / "tokenizer.json"))
-    settings: Mapping[str, Any] = {
+    """The tokenizer of a GGUF as the files :func:`shipway.model.tokenizer.hf_tokenizer` and transformers read."""
+    backend = Backend.from_str(tokenizer.backend.to_str())  # a copy: this one is in use
+    if tokenizer.adds_bos and tokenizer.bos_id is not None:
+        bos = backend.id_to_token(tokenizer.bos_id)
+        backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_id)])
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
         "add_bos_token": tokenizer.adds_bos,
         **tokenizer.special_tokens,
-        **({"chat_template": tokenizer.chat_template} if tokenizer.chat_template is not None else {}),
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False, indent=1))
+    if tokenizer.chat_template is not None:
+        (directory / "chat_template.jinja").write_text(tokenizer.chat_template)
     (directory / "generation_config.json").write_text(
         json.dumps({"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)})
     )
