@@ -78,9 +78,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     model: Model = DEFAULT_MODEL,
     route: Annotated[
-        str | None, typer.Option(help="A route, or `all` to compare every route; mojo-graph if not given.")
+        str | None, typer.Option(help="A route, or `all` to compare every route.", show_default="mojo-graph")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Activation dtype; f32 if not given.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Activation dtype.", show_default="f32")] = None,
     weights: Weights = None,
     device: Device = "cpu",
     threads: Threads = None,
