@@ -6,7 +6,6 @@ import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.max_buffer import wrap
 from shipway.routes.route import Prepared, RunSpec
-
-if TYPE_CHECKING:
-    from max.driver import Buffer
 
 
 class MojoGraph:
@@ -145,12 +141,3 @@ class MojoGraph:
         self._length += new
         self._logits = logits.to_numpy()
         return chosen.to_numpy()
-
-
-def _buffer(array: np.ndarray, format: str) -> Buffer:
-    """Wraps an array as a MAX buffer without copying; bf16 arrives as its bits."""
-    from max.driver import Buffer
-    from max.dtype import DType
-
-    buffer = Buffer.from_numpy(array)
-    return buffer.view(DType.bfloat16) if format == "bf16" else buffer
