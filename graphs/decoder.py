@@ -51,28 +51,31 @@ def decode(
     for layer in range(config.num_hidden_layers):
         at = f"model.layers.{layer}."
         attn = at + "self_attn."
-        q = ops.qkv_rope_append(
-            ops.rms_norm(x, weight(at + "input_layernorm.weight"), config.rms_norm_eps, act),
-            (weight(attn + "q_proj.weight"), weight(attn + "k_proj.weight"), weight(attn + "v_proj.weight")),
-            (weight(attn + "q_proj.bias"), weight(attn + "k_proj.bias"), weight(attn + "v_proj.bias"))
+        weights = ops.LayerWeights(
+            norm_in=weight(at + "input_layernorm.weight"),
+            qkv=(weight(attn + "q_proj.weight"), weight(attn + "k_proj.weight"), weight(attn + "v_proj.weight")),
+            biases=(weight(attn + "q_proj.bias"), weight(attn + "k_proj.bias"), weight(attn + "v_proj.bias"))
             if config.qkv_bias
             else None,
-            (weight(attn + "q_norm.weight"), weight(attn + "k_norm.weight")) if config.qk_norm else None,
+            norms=(weight(attn + "q_norm.weight"), weight(attn + "k_norm.weight")) if config.qk_norm else None,
+            wo=weight(attn + "o_proj.weight"),
+            norm_mlp=weight(at + "post_attention_layernorm.weight"),
+            gate=weight(at + "mlp.gate_proj.weight"),
+            up=weight(at + "mlp.up_proj.weight"),
+            down=weight(at + "mlp.down_proj.weight"),
+        )
+        x = ops.decoder_layer(
+            x,
+            weights,
             config.rms_norm_eps,
             table,
             cache,
             batch.offsets,
             batch.start,
             layer,
+            config.sliding_window[layer] or 0,
             config.head_dim,
         )
-        scale = config.head_dim**-0.5
-        y = ops.attention(q, cache, batch.offsets, batch.start, layer, scale, config.sliding_window[layer] or 0)
-        y = y.reshape((y.shape[0], config.num_attention_heads * config.head_dim))
-        x = ops.linear_residual(y, weight(attn + "o_proj.weight"), x)
-        h = ops.rms_norm(x, weight(at + "post_attention_layernorm.weight"), config.rms_norm_eps, act)
-        h = ops.gate_up_silu(h, weight(at + "mlp.gate_proj.weight"), weight(at + "mlp.up_proj.weight"))
-        x = ops.linear_residual(h, weight(at + "mlp.down_proj.weight"), x)
     head = embed if config.tie_word_embeddings else weight("lm_head.weight")
     return ops.lm_head(ops.rms_norm(x, weight("model.norm.weight"), config.rms_norm_eps, act), head, batch.rows)
 

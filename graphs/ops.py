@@ -36,10 +36,17 @@ DTYPES = {"f32": DType.float32, "bf16": DType.bfloat16, "f16": DType.float16}
 def _call(
     name: str, values: Sequence[Value], dtype: DType, shape: Sequence[object], **parameters: bool | int
 ) -> TensorValue:
+    return _call_all(name, values, [(dtype, shape)], **parameters)[0]
+
+
+def _call_all(
+    name: str, values: Sequence[Value], outs: Sequence[tuple[DType, Sequence[object]]], **parameters: bool | int
+) -> list[TensorValue]:
     device = values[0].device
-    types = [TensorType(dtype, shape, device)]
+    types = [TensorType(dtype, shape, device) for dtype, shape in outs]
     call = ops.inplace_custom if any(isinstance(v, BufferValue) for v in values) else ops.custom
-    return call(name, device=device, values=list(values), out_types=types, parameters=parameters or None)[0].tensor
+    results = call(name, device=device, values=list(values), out_types=types, parameters=parameters or None)
+    return [result.tensor for result in results]
 
 
 def _on(cache: BufferValue | Pages, op: str) -> tuple[str, list[Value]]:
@@ -145,6 +152,86 @@ def linear_residual(x: TensorValue, w: TensorValue, residual: TensorValue) -> Te
 def gate_up_silu(x: TensorValue, gate: TensorValue, up: TensorValue) -> TensorValue:
     """silu(x @ gate^T) * (x @ up^T): act x ``[T, K]``, matrices ``[N, K]`` -> act ``[T, N]``."""
     return _call("gate_up_silu", [x, gate, up], x.dtype, [x.shape[0], gate.shape[0]])
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's matrices ``[out, in]``, and its f32 norm weights and biases.
+
+    Attributes:
+        norm_in: Of the layer's input ``[K]``.
+        qkv: wq, wk, wv ``[heads * head_dim, K]``.
+        biases: Of q, k and v.
+        norms: Of q and k heads ``[head_dim]``.
+        wo: Output projection ``[K, heads * head_dim]``.
+        norm_mlp: Of the MLP's input ``[K]``.
+        gate: ``[N, K]``, as ``up``; ``down`` is ``[K, N]``.
+    """
+
+    norm_in: TensorValue
+    qkv: tuple[TensorValue, TensorValue, TensorValue]
+    biases: tuple[TensorValue, TensorValue, TensorValue] | None
+    norms: tuple[TensorValue, TensorValue] | None
+    wo: TensorValue
+    norm_mlp: TensorValue
+    gate: TensorValue
+    up: TensorValue
+    down: TensorValue
+
+
+def decoder_layer(
+    x: TensorValue,
+    weights: LayerWeights,
+    eps: float,
+    table: TensorValue,
+    cache: BufferValue | Pages,
+    offsets: TensorValue,
+    start: TensorValue,
+    layer: int,
+    window: int,
+    head_dim: int,
+) -> TensorValue:
+    """One decoder layer of f32 x ``[T, K]`` -> f32 ``[T, K]``; its keys and values go into the cache.
+
+    The phases are the ops above, by one team of workers that is forked once; see their arguments. The bits are those of
+    the ops called one by one.
+    """
+    w = weights
+    unused = ops.constant(np.zeros(1, np.float32), DType.float32, device=x.device)
+    name, cached = _on(cache, "decoder_layer")
+    act = cached[0].dtype
+    rows, q_size = x.shape[0], w.qkv[0].shape[0]
+    outs = [
+        (DType.float32, x.shape),
+        (act, x.shape),
+        (act, [rows, q_size]),
+        (act, [rows, q_size]),
+        (DType.float32, x.shape),
+        (act, [rows, w.gate.shape[0]]),
+    ]
+    values = [
+        *cached,
+        x,
+        w.norm_in,
+        *w.qkv,
+        *(w.biases or (unused,) * 3),
+        *(w.norms or (unused,) * 2),
+        w.wo,
+        w.norm_mlp,
+        w.gate,
+        w.up,
+        w.down,
+        scalar(eps, DType.float32),
+        table,
+        offsets,
+        start,
+        scalar(layer, DType.int32),
+        scalar(head_dim**-0.5, DType.float32),
+        scalar(window, DType.int32),
+    ]
+    return _call_all(
+        name, values, outs, head_dim=head_dim, has_bias=w.biases is not None, has_norm=w.norms is not None
+    )[0]
 
 
 def lm_head(x: TensorValue, w: TensorValue, rows: TensorValue) -> TensorValue:

@@ -7,10 +7,10 @@ the result depends neither on the number of workers nor on the batch.
 from std.math import ceildiv, exp, iota
 from std.utils.numerics import neg_inf
 from kernels.dot_tile import F32, OUT, W, dot_tile, load_padded, row_offsets
-from kernels.kv_cache import KVCache, RUN
+from kernels.kv_cache import KVCache
 
-comptime SPLIT = RUN
-"""Keys of a split."""
+comptime SPLIT = 64
+"""Keys of a split, a divisor of `RUN`: short ones share out evenly."""
 
 
 @always_inline
@@ -38,6 +38,41 @@ def load_row[
         return load_padded[t, W](p.unsafe_offset(vec * W), D - vec * W).cast[
             F32
         ]()
+
+
+@always_inline
+def rows_at_once(head_dim: Int) -> Int:
+    """Rows of summed values whose accumulators fit in registers."""
+    return max(1, min(4, OUT // ceildiv(head_dim, W)))
+
+
+@always_inline
+def add_values[
+    t: DType, //, D: Int, ROWS: Int
+](
+    mut sums: Array[SIMD[F32, W], ROWS * ceildiv(D, W)],
+    p: Pointer[Float32, _],
+    p_stride: Int,
+    values: Pointer[Scalar[t], _],
+    stride: Int,
+    low: Int,
+    high: Int,
+):
+    """Adds p * value over keys low .. high - 1 to ROWS rows of sums.
+
+    All rows see the same keys: a value outside is never read, so nothing a mask
+    hides (NaN included) can leak.
+    """
+    comptime VECTORS = ceildiv(D, W)
+    for j in range(low, high):
+        var row = values.unsafe_offset(j * stride)
+        comptime for v in range(VECTORS):
+            var value = load_row[D, v](row)
+            comptime for r in range(ROWS):
+                sums[r * VECTORS + v] = value.fma(
+                    SIMD[F32, W](p[unsafe_offset=r * p_stride + j]),
+                    sums[r * VECTORS + v],
+                )
 
 
 @always_inline
@@ -113,43 +148,52 @@ def attention_decode_tile[
         low: First visible key.
         high: One past the last visible key.
         scale: Factor of the scores.
-        scratch: `[SPLIT]` float32.
+        scratch: `[rows_at_once(D), SPLIT]` float32.
     """
     comptime VECTORS = ceildiv(D, W)
+    comptime ROWS = rows_at_once(D)
     var base = (low // SPLIT + split) * SPLIT
     var k0 = max(low, base)
     var count = min(high, base + SPLIT) - k0
     var stride = at.row_stride()
     var keys = cache.unsafe_offset(at.offset(b, layer, 0, k0, kv_head))
     var values = cache.unsafe_offset(at.offset(b, layer, 1, k0, kv_head))
-    for h in range(kv_head * group, (kv_head + 1) * group):
-        var top = score_keys[D](
-            scratch, q.unsafe_offset(h * D), keys, stride, count, scale
-        )
-        var total = Float32(0)
-        var acc = Array[SIMD[F32, W], VECTORS](fill=0)
-        if top > neg_inf[F32]() or top != top:
+    var last = (kv_head + 1) * group
+    for h0 in range(kv_head * group, last, ROWS):
+        var rows = min(ROWS, last - h0)
+        for h in range(h0, h0 + rows):
+            var row = scratch.unsafe_offset((h - h0) * SPLIT)
+            var top = score_keys[D](
+                row, q.unsafe_offset(h * D), keys, stride, count, scale
+            )
+            # While every score is -inf, exp(s - top) would be NaN.
+            var shift = 0 if top == neg_inf[F32]() else top
             var sum = SIMD[F32, W](0)
             for i in range(0, count, W):
-                var p = exp(scratch.unsafe_load[width=W](i) - top)
-                scratch.unsafe_store(i, p)
+                var p = exp(row.unsafe_load[width=W](i) - shift)
+                row.unsafe_store(i, p)
                 sum += p
-            total = sum.reduce_add()
-            for i in range(count):
-                var p = scratch[unsafe_offset=i]
-                comptime for v in range(VECTORS):
-                    acc[v] = load_row[D, v](
-                        values.unsafe_offset(i * stride)
-                    ).fma(SIMD[F32, W](p), acc[v])
-        var to = partial.unsafe_offset((h * splits + split) * partial_size(D))
-        comptime for v in range(VECTORS):
-            comptime if v * W + W <= D:
-                to.unsafe_store(v * W, acc[v])
-            else:
-                for i in range(D - v * W):
-                    to[unsafe_offset=v * W + i] = acc[v][i]
-        to[unsafe_offset=D] = top
-        to[unsafe_offset=D + 1] = total
+            var to = partial.unsafe_offset(
+                (h * splits + split) * partial_size(D)
+            )
+            to[unsafe_offset=D] = top
+            to[unsafe_offset=D + 1] = sum.reduce_add()
+        comptime for n in range(1, ROWS + 1):
+            if rows == n:
+                var sums = Array[SIMD[F32, W], n * VECTORS](fill=0)
+                add_values[D, n](sums, scratch, SPLIT, values, stride, 0, count)
+                comptime for r in range(n):
+                    var to = partial.unsafe_offset(
+                        ((h0 + r) * splits + split) * partial_size(D)
+                    )
+                    comptime for v in range(VECTORS):
+                        comptime if v * W + W <= D:
+                            to.unsafe_store(v * W, sums[r * VECTORS + v])
+                        else:
+                            for i in range(D - v * W):
+                                to[unsafe_offset=v * W + i] = sums[
+                                    r * VECTORS + v
+                                ][i]
 
 
 @always_inline

@@ -1,8 +1,8 @@
 """Causal attention of a prompt's tokens over the KV cache, online softmax."""
 from std.math import ceildiv, exp, iota
 from std.utils.numerics import neg_inf
-from kernels.attention_decode import first_key, load_row
-from kernels.dot_tile import F32, OUT, W, dot_tile, row_offsets, store_first
+from kernels.attention_decode import add_values, first_key, rows_at_once
+from kernels.dot_tile import F32, W, dot_tile, row_offsets, store_first
 from kernels.kv_cache import KVCache
 
 comptime QUERIES = 16
@@ -19,7 +19,7 @@ def values_size(head_dim: Int) -> Int:
 
 
 @always_inline
-def _add_values[
+def _add_block[
     t: DType, //, D: Int, ROWS: Int
 ](
     acc: Pointer[mut=True, Float32, _],
@@ -29,30 +29,14 @@ def _add_values[
     low: Int,
     high: Int,
 ):
-    """Adds sum over keys of p * value to ROWS rows of acc.
-
-    All rows see the same keys low .. high - 1: a value outside is never read,
-    so nothing a mask hides (NaN included) can leak.
-    """
-    comptime VECTORS = ceildiv(D, W)
-    var sums = Array[SIMD[F32, W], ROWS * VECTORS](fill=0)
-    comptime for r in range(ROWS):
-        comptime for v in range(VECTORS):
-            sums[r * VECTORS + v] = acc.unsafe_load[width=W](
-                (r * VECTORS + v) * W
-            )
-    for j in range(low, high):
-        var row = values.unsafe_offset(j * stride)
-        comptime for v in range(VECTORS):
-            var value = load_row[D, v](row)
-            comptime for r in range(ROWS):
-                sums[r * VECTORS + v] = value.fma(
-                    SIMD[F32, W](p[unsafe_offset=r * KEYS + j]),
-                    sums[r * VECTORS + v],
-                )
-    comptime for r in range(ROWS):
-        comptime for v in range(VECTORS):
-            acc.unsafe_store((r * VECTORS + v) * W, sums[r * VECTORS + v])
+    """`add_values` of one block to ROWS rows of acc."""
+    comptime SUMS = ROWS * ceildiv(D, W)
+    var sums = Array[SIMD[F32, W], SUMS](fill=0)
+    comptime for i in range(SUMS):
+        sums[i] = acc.unsafe_load[width=W](i * W)
+    add_values[D, ROWS](sums, p, KEYS, values, stride, low, high)
+    comptime for i in range(SUMS):
+        acc.unsafe_store(i * W, sums[i])
 
 
 @always_inline
@@ -107,8 +91,7 @@ def attention_prefill_tile[
     """
     comptime VECTORS = ceildiv(D, W)
     comptime WIDE = VECTORS * W
-    # As many rows at once as accumulators fit in registers.
-    comptime ROWS = max(1, min(4, OUT // VECTORS))
+    comptime ROWS = rows_at_once(D)
     var rows = r1 - r0
     for i in range(0, QUERIES * WIDE, W):
         acc.unsafe_store(i, SIMD[F32, W](0))
@@ -160,7 +143,7 @@ def attention_prefill_tile[
                     high,
                 )
             if together:
-                _add_values[D, ROWS](
+                _add_block[D, ROWS](
                     acc.unsafe_offset(i * WIDE),
                     scores.unsafe_offset(i * KEYS),
                     values,
@@ -171,7 +154,7 @@ def attention_prefill_tile[
             else:
                 for r in range(i, i + group):
                     var position = start + r0 + r
-                    _add_values[D, 1](
+                    _add_block[D, 1](
                         acc.unsafe_offset(r * WIDE),
                         scores.unsafe_offset(r * KEYS),
                         values,

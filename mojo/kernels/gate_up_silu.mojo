@@ -2,6 +2,7 @@
 from std.math import exp
 from kernels.dot_tile import F32, OUT, dot_tile, row_offsets, store_first
 from kernels.linear import LinearTiles, MAX_GEMV_ROWS, N_TILE
+from kernels.workers import first_tile
 
 
 @always_inline
@@ -84,3 +85,23 @@ def gate_up_silu_tile[
         _gate_up_block[4, False](
             dst, x, gate, up, m0, m1, n0, n1, tiles.n, tiles.k
         )
+
+
+@always_inline
+def gate_up_silu_share[
+    xt: DType, wt: DType, ot: DType, //
+](
+    dst: Pointer[mut=True, Scalar[ot], _],
+    x: Pointer[Scalar[xt], _],
+    gate: Pointer[Scalar[wt], _],
+    up: Pointer[Scalar[wt], _],
+    tiles: LinearTiles,
+    worker: Int,
+    workers: Int,
+):
+    """One worker's tiles; arguments as of `gate_up_silu_tile`."""
+    for tile in range(
+        first_tile(worker, workers, tiles.count()),
+        first_tile(worker + 1, workers, tiles.count()),
+    ):
+        gate_up_silu_tile(dst, x, gate, up, tiles, tile)

@@ -7,6 +7,7 @@ from kernels.dot_tile import (
     row_offsets,
     store_first,
 )
+from kernels.workers import first_tile
 
 comptime N_TILE = 16
 """Rows of the weight matrix in a tile."""
@@ -137,3 +138,24 @@ def linear_tile[
         _linear_block[4, False, residual, gather](
             dst, x, w, added, rows, m0, m1, n0, n1, tiles.n, tiles.k
         )
+
+
+@always_inline
+def linear_share[
+    xt: DType, wt: DType, //, residual: Bool, gather: Bool
+](
+    dst: Pointer[mut=True, Float32, _],
+    x: Pointer[Scalar[xt], _],
+    w: Pointer[Scalar[wt], _],
+    added: Pointer[Float32, _],
+    rows: Pointer[Int32, _],
+    tiles: LinearTiles,
+    worker: Int,
+    workers: Int,
+):
+    """One worker's tiles; arguments as of `linear_tile`."""
+    for tile in range(
+        first_tile(worker, workers, tiles.count()),
+        first_tile(worker + 1, workers, tiles.count()),
+    ):
+        linear_tile[residual, gather](dst, x, w, added, rows, tiles, tile)

@@ -5,6 +5,7 @@ from kernels.dot_tile import F32, OUT, W, dot_tile, row_offsets, store_first
 from kernels.kv_cache import KVCache
 from kernels.linear import MAX_GEMV_ROWS
 from kernels.rms_norm import mean_square
+from kernels.workers import first_tile
 
 comptime TOKENS = 64
 """Tokens of a tile: their projections wait in scratch for bias, norm, RoPE."""
@@ -101,6 +102,10 @@ struct QKVTiles(ImplicitlyCopyable, Movable):
 
     def count(self) -> Int:
         return ceildiv(self.tokens, TOKENS) * self.per_block()
+
+    def work(self) -> Int:
+        """Multiply-adds of the projections."""
+        return self.tokens * self.per_block() * self.head_dim * self.k
 
 
 @always_inline
@@ -217,3 +222,65 @@ def qkv_rope_append_tile[
                 row,
                 d,
             )
+
+
+@always_inline
+def qkv_rope_append_share[
+    xt: DType,
+    wt: DType,
+    ct: DType,
+    C: KVCache,
+    //,
+    D: Int,
+    has_bias: Bool,
+    has_norm: Bool,
+](
+    q_out: Pointer[mut=True, Scalar[ct], _],
+    cache: Pointer[mut=True, Scalar[ct], _],
+    x: Pointer[Scalar[xt], _],
+    wq: Pointer[Scalar[wt], _],
+    wk: Pointer[Scalar[wt], _],
+    wv: Pointer[Scalar[wt], _],
+    bias_q: Pointer[Float32, _],
+    bias_k: Pointer[Float32, _],
+    bias_v: Pointer[Float32, _],
+    norm_q: Pointer[Float32, _],
+    norm_k: Pointer[Float32, _],
+    eps: Float32,
+    table: Pointer[Float32, _],
+    offsets: Pointer[Int32, _],
+    start: Pointer[Int32, _],
+    at: C,
+    layer: Int,
+    tiles: QKVTiles,
+    worker: Int,
+    workers: Int,
+):
+    """One worker's tiles; arguments as of `qkv_rope_append_tile`."""
+    var scratch = Array[Float32, TOKENS * D](uninitialized=True)
+    for tile in range(
+        first_tile(worker, workers, tiles.count()),
+        first_tile(worker + 1, workers, tiles.count()),
+    ):
+        qkv_rope_append_tile[has_bias, has_norm](
+            q_out,
+            cache,
+            x,
+            wq,
+            wk,
+            wv,
+            bias_q,
+            bias_k,
+            bias_v,
+            norm_q,
+            norm_k,
+            eps,
+            table,
+            offsets,
+            start,
+            at,
+            layer,
+            tiles,
+            tile,
+            scratch.unsafe_ptr(),
+        )

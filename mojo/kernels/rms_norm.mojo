@@ -1,6 +1,7 @@
 """RMSNorm of the float32 residual stream."""
 from std.math import sqrt
 from kernels.dot_tile import F32, W, load_padded
+from kernels.workers import first_tile
 
 
 @always_inline
@@ -51,3 +52,26 @@ def rms_norm_row[
         var v = x[unsafe_offset=i] * scale
         dst[unsafe_offset=i] = (v * weight[unsafe_offset=i]).cast[ot]()
         i += 1
+
+
+@always_inline
+def rms_norm_share[
+    ot: DType, //
+](
+    dst: Pointer[mut=True, Scalar[ot], _],
+    x: Pointer[Float32, _],
+    weight: Pointer[Float32, _],
+    rows: Int,
+    n: Int,
+    eps: Float32,
+    worker: Int,
+    workers: Int,
+):
+    """One worker's rows of out `[rows, n]`."""
+    for r in range(
+        first_tile(worker, workers, rows),
+        first_tile(worker + 1, workers, rows),
+    ):
+        rms_norm_row(
+            dst.unsafe_offset(r * n), x.unsafe_offset(r * n), weight, n, eps
+        )

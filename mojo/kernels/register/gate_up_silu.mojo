@@ -4,10 +4,10 @@ from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
-from kernels.gate_up_silu import gate_up_silu_tile
+from kernels.gate_up_silu import gate_up_silu_share
 from kernels.linear import LinearTiles
 from kernels.register.linear import check_linear
-from kernels.workers import first_tile, worker_count
+from kernels.workers import worker_count
 
 
 @extensibility.register("gate_up_silu")
@@ -45,15 +45,10 @@ struct GateUpSilu:
         var gp = gate.unsafe_ptr()
         var upp = up.unsafe_ptr()
         var tiles = LinearTiles(m, n, k, size_of[xt]())
-        var count = tiles.count()
-        var workers = worker_count(count, 2 * m * n * k)
+        var workers = worker_count(tiles.count(), 2 * m * n * k)
 
         def share(worker: Int) {imm}:
-            for tile in range(
-                first_tile(worker, workers, count),
-                first_tile(worker + 1, workers, count),
-            ):
-                gate_up_silu_tile(out, xp, gp, upp, tiles, tile)
+            gate_up_silu_share(out, xp, gp, upp, tiles, worker, workers)
 
         if workers == 1:
             share(0)

@@ -5,8 +5,8 @@ from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
-from kernels.linear import LinearTiles, linear_tile
-from kernels.workers import first_tile, worker_count
+from kernels.linear import LinearTiles, linear_share
+from kernels.workers import worker_count
 
 
 def check_linear(
@@ -61,18 +61,13 @@ struct Linear:
         var xp = x.unsafe_ptr()
         var wp = w.unsafe_ptr()
         var tiles = LinearTiles(m, n, k, size_of[xt]())
-        var count = tiles.count()
-        var workers = worker_count(count, m * n * k)
+        var workers = worker_count(tiles.count(), m * n * k)
 
         def share(worker: Int) {imm}:
             var unused = Int32(0)
-            for tile in range(
-                first_tile(worker, workers, count),
-                first_tile(worker + 1, workers, count),
-            ):
-                linear_tile[False, False](
-                    out, xp, wp, out, Pointer(to=unused), tiles, tile
-                )
+            linear_share[False, False](
+                out, xp, wp, out, Pointer(to=unused), tiles, worker, workers
+            )
 
         if workers == 1:
             share(0)
@@ -111,18 +106,13 @@ struct LinearResidual:
         var wp = w.unsafe_ptr()
         var added = residual.unsafe_ptr()
         var tiles = LinearTiles(m, n, k, size_of[xt]())
-        var count = tiles.count()
-        var workers = worker_count(count, m * n * k)
+        var workers = worker_count(tiles.count(), m * n * k)
 
         def share(worker: Int) {imm}:
             var unused = Int32(0)
-            for tile in range(
-                first_tile(worker, workers, count),
-                first_tile(worker + 1, workers, count),
-            ):
-                linear_tile[True, False](
-                    out, xp, wp, added, Pointer(to=unused), tiles, tile
-                )
+            linear_share[True, False](
+                out, xp, wp, added, Pointer(to=unused), tiles, worker, workers
+            )
 
         if workers == 1:
             share(0)

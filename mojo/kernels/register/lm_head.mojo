@@ -5,9 +5,9 @@ from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
-from kernels.linear import LinearTiles, linear_tile
+from kernels.linear import LinearTiles, linear_share
 from kernels.register.linear import check_linear
-from kernels.workers import first_tile, worker_count
+from kernels.workers import worker_count
 
 
 @extensibility.register("lm_head")
@@ -50,15 +50,12 @@ struct LMHead:
                     x.dim_size(0),
                 )
         var tiles = LinearTiles(m, n, k, size_of[xt]())
-        var count = tiles.count()
-        var workers = worker_count(count, m * n * k)
+        var workers = worker_count(tiles.count(), m * n * k)
 
         def share(worker: Int) {imm}:
-            for tile in range(
-                first_tile(worker, workers, count),
-                first_tile(worker + 1, workers, count),
-            ):
-                linear_tile[False, True](out, xp, wp, out, rp, tiles, tile)
+            linear_share[False, True](
+                out, xp, wp, out, rp, tiles, worker, workers
+            )
 
         if workers == 1:
             share(0)

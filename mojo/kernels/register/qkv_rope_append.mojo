@@ -8,10 +8,96 @@ from extensibility.managed_tensor_slice import (
     _MutableInputTensor as MutableInputTensor,
 )
 from kernels.dot_tile import F32
-from kernels.kv_cache import KVCache
-from kernels.qkv_rope_append import QKVTiles, TOKENS, qkv_rope_append_tile
+from kernels.kv_cache import CacheShape, KVCache
+from kernels.qkv_rope_append import QKVTiles, qkv_rope_append_share
 from kernels.register.kv_cache import check_sequences, contiguous, paged
-from kernels.workers import first_tile, worker_count
+from kernels.workers import worker_count
+
+
+def qkv_tiles[
+    head_dim: Int, has_bias: Bool, has_norm: Bool
+](
+    op: StaticString,
+    cached: CacheShape,
+    tokens: Int,
+    k: Int,
+    wq: InputTensor[rank=2, ...],
+    wk: InputTensor[rank=2, ...],
+    wv: InputTensor[rank=2, ...],
+    bias_q: InputTensor[dtype=F32, rank=1, ...],
+    bias_k: InputTensor[dtype=F32, rank=1, ...],
+    bias_v: InputTensor[dtype=F32, rank=1, ...],
+    norm_q: InputTensor[dtype=F32, rank=1, ...],
+    norm_k: InputTensor[dtype=F32, rank=1, ...],
+    table: InputTensor[dtype=F32, rank=2, ...],
+    offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+    start: InputTensor[dtype=DType.int32, rank=1, ...],
+    layer: Int32,
+) raises -> QKVTiles:
+    """Checks weights and a batch of `tokens` rows of k elements against the
+    cache; returns the tiles."""
+    var tiles = QKVTiles(
+        tokens,
+        wq.dim_size(0) // head_dim,
+        cached.kv_heads,
+        head_dim,
+        table.dim_size(1),
+        k,
+    )
+    var b = start.dim_size(0)
+    var q_rows = wq.dim_size(0)
+    var kv_rows = cached.kv_heads * head_dim
+    if (
+        cached.head_dim != head_dim
+        or q_rows % head_dim != 0
+        or wk.dim_size(0) != kv_rows
+        or wv.dim_size(0) != kv_rows
+        or wq.dim_size(1) != k
+        or wk.dim_size(1) != k
+        or wv.dim_size(1) != k
+        or tiles.rotary_dim > head_dim
+        or offsets.dim_size(0) != b + 1
+        or b > cached.sequences
+        or layer < 0
+        or Int(layer) >= cached.layers
+    ):
+        raise Error(
+            op,
+            ": x [",
+            tokens,
+            ", ",
+            k,
+            "], wq [",
+            q_rows,
+            ", ",
+            wq.dim_size(1),
+            "] and the cache's ",
+            cached.kv_heads,
+            " heads of ",
+            cached.head_dim,
+            " do not agree",
+        )
+    comptime if has_bias:
+        if (
+            bias_q.dim_size(0) != q_rows
+            or bias_k.dim_size(0) != kv_rows
+            or bias_v.dim_size(0) != kv_rows
+        ):
+            raise Error(op, ": biases do not have the rows of wq, wk and wv")
+    comptime if has_norm:
+        if norm_q.dim_size(0) != head_dim or norm_k.dim_size(0) != head_dim:
+            raise Error(op, ": q and k norms do not have head_dim ", head_dim)
+    check_sequences(
+        op,
+        offsets.unsafe_ptr(),
+        start.unsafe_ptr(),
+        b,
+        tokens,
+        cached.capacity,
+        table.dim_size(0),
+        0,
+    )
+    return tiles
 
 
 def qkv_rope_append[
@@ -47,54 +133,23 @@ def qkv_rope_append[
     Parameters `has_bias` and `has_norm` say whether the bias and q/k norm
     inputs are used; unused ones may have any length.
     """
-    var cached = at.extent()
-    var tiles = QKVTiles(
-        x.dim_size(0),
-        wq.dim_size(0) // head_dim,
-        cached.kv_heads,
-        head_dim,
-        table.dim_size(1),
-        x.dim_size(1),
-    )
-    var b = start.dim_size(0)
-    if (
-        cached.head_dim != head_dim
-        or wq.dim_size(0) % head_dim != 0
-        or wk.dim_size(0) != cached.kv_heads * head_dim
-        or wv.dim_size(0) != cached.kv_heads * head_dim
-        or wq.dim_size(1) != tiles.k
-        or wk.dim_size(1) != tiles.k
-        or wv.dim_size(1) != tiles.k
-        or tiles.rotary_dim > head_dim
-        or offsets.dim_size(0) != b + 1
-        or b > cached.sequences
-        or layer < 0
-        or Int(layer) >= cached.layers
-    ):
-        raise Error(
-            "qkv_rope_append: x [",
-            tiles.tokens,
-            ", ",
-            tiles.k,
-            "], wq [",
-            wq.dim_size(0),
-            ", ",
-            wq.dim_size(1),
-            "] and the cache's ",
-            cached.kv_heads,
-            " heads of ",
-            cached.head_dim,
-            " do not agree",
-        )
-    check_sequences(
+    var tiles = qkv_tiles[head_dim, has_bias, has_norm](
         "qkv_rope_append",
-        offsets.unsafe_ptr(),
-        start.unsafe_ptr(),
-        b,
-        tiles.tokens,
-        cached.capacity,
-        table.dim_size(0),
-        0,
+        at.extent(),
+        x.dim_size(0),
+        x.dim_size(1),
+        wq,
+        wk,
+        wv,
+        bias_q,
+        bias_k,
+        bias_v,
+        norm_q,
+        norm_k,
+        table,
+        offsets,
+        start,
+        layer,
     )
     var out = output.unsafe_ptr()
     var xp = x.unsafe_ptr()
@@ -109,39 +164,31 @@ def qkv_rope_append[
     var tp = table.unsafe_ptr()
     var op = offsets.unsafe_ptr()
     var sp = start.unsafe_ptr()
-    var count = tiles.count()
-    var workers = worker_count(
-        count, tiles.tokens * tiles.per_block() * head_dim * tiles.k
-    )
+    var workers = worker_count(tiles.count(), tiles.work())
 
     def share(worker: Int) {imm}:
-        var scratch = Array[Float32, TOKENS * head_dim](fill=0)
-        for tile in range(
-            first_tile(worker, workers, count),
-            first_tile(worker + 1, workers, count),
-        ):
-            qkv_rope_append_tile[has_bias, has_norm](
-                out,
-                cache,
-                xp,
-                wqp,
-                wkp,
-                wvp,
-                bq,
-                bk,
-                bv,
-                nq,
-                nk,
-                eps,
-                tp,
-                op,
-                sp,
-                at,
-                Int(layer),
-                tiles,
-                tile,
-                scratch.unsafe_ptr(),
-            )
+        qkv_rope_append_share[head_dim, has_bias, has_norm](
+            out,
+            cache,
+            xp,
+            wqp,
+            wkp,
+            wvp,
+            bq,
+            bk,
+            bv,
+            nq,
+            nk,
+            eps,
+            tp,
+            op,
+            sp,
+            at,
+            Int(layer),
+            tiles,
+            worker,
+            workers,
+        )
 
     if workers == 1:
         share(0)

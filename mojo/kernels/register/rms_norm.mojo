@@ -4,8 +4,8 @@ from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
-from kernels.rms_norm import rms_norm_row
-from kernels.workers import first_tile, worker_count
+from kernels.rms_norm import rms_norm_share
+from kernels.workers import worker_count
 
 
 @extensibility.register("rms_norm")
@@ -37,17 +37,7 @@ struct RMSNorm:
         var workers = worker_count(rows, rows * n)
 
         def share(worker: Int) {imm}:
-            for r in range(
-                first_tile(worker, workers, rows),
-                first_tile(worker + 1, workers, rows),
-            ):
-                rms_norm_row(
-                    out.unsafe_offset(r * n),
-                    xp.unsafe_offset(r * n),
-                    wp,
-                    n,
-                    eps,
-                )
+            rms_norm_share(out, xp, wp, rows, n, eps, worker, workers)
 
         if workers == 1:
             share(0)
