@@ -179,6 +179,13 @@ def test_a_full_context_refuses_one_more_token_with_numbers(served: Served) -> N
         served.route.prefill(served.tokens(1, tiny_checkpoints.CONTEXT + 1))
 
 
+def test_a_batch_that_changes_between_steps_is_refused(served: Served) -> None:
+    served.route.reset()
+    served.route.prefill(served.tokens(2, 5))
+    with pytest.raises(ShipwayError, match="a batch of 1 does not fit a KV cache for 2 sequences"):
+        served.route.decode(np.zeros(1, np.int32))
+
+
 def test_a_token_outside_the_vocabulary_is_refused(served: Served) -> None:
     served.route.reset()
     with pytest.raises(ShipwayError, match=str(served.vocab_size - 1)):

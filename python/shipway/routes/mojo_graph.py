@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from shipway.artefacts import artefact, cpu_target, shipped
-from shipway.errors import ShipwayError
 from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.max_buffer import wrap
 from shipway.routes.route import Prepared, RunSpec
+from shipway.routes.stepped import SteppedRoute
 
 
-class MojoGraph:
+class MojoGraph(SteppedRoute):
     """One compiled graph, one KV cache, external weights."""
 
     def prepare(self, spec: RunSpec) -> Prepared:
@@ -65,7 +65,6 @@ class MojoGraph:
         self._model = session.init(session.compile(made.path / "decoder.mef"), weights_registry=self._weights)
         compiled = time.perf_counter()
 
-        self._spec, self._config = spec, config
         cache = (
             spec.max_batch,
             config.num_hidden_layers,
@@ -76,7 +75,7 @@ class MojoGraph:
         )
         self._cache = wrap(np.zeros(cache, np.uint16 if spec.dtype == "bf16" else np.float32), spec.dtype)
         self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
-        self.reset()
+        self._begin(spec, config.vocab_size)
         return Prepared(
             load_s=loaded - imported,
             import_s=imported - started,
@@ -88,56 +87,15 @@ class MojoGraph:
             artefact_path=str(made.path),
         )
 
-    def prefill(self, tokens: np.ndarray) -> np.ndarray:
-        """Appends ``tokens [B, S]`` to the KV cache; returns the greedy next ids ``[B]``."""
-        batch, length = tokens.shape
-        last = np.arange(1, batch + 1, dtype=np.int32) * length - 1
-        return self._step(tokens, last)
-
-    def decode(self, tokens: np.ndarray) -> np.ndarray:
-        """Appends one token per sequence, ``[B]``; returns the greedy next ids ``[B]``."""
-        return self._step(tokens.reshape(-1, 1), np.arange(len(tokens), dtype=np.int32))
-
-    def logits(self) -> np.ndarray:
-        """Logits ``[B, vocab_size]`` of the last prefill or decode."""
-        return self._logits
-
-    def score(self, tokens: np.ndarray) -> np.ndarray:
-        """Teacher-forced logits ``[S, vocab_size]`` of ``tokens [S]``, from an empty cache; leaves it empty."""
-        self.reset()
-        self._step(tokens.reshape(1, -1), np.arange(len(tokens), dtype=np.int32))
-        self.reset()
-        return self._logits
-
-    def reset(self) -> None:
-        """Forgets every sequence."""
-        self._length = 0
-
-    def close(self) -> None:
-        """Drops the model, the cache and the weights."""
-        del self._model, self._cache, self._weights
-
-    def _step(self, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Runs the graph on ``tokens [B, S]``, all sequences at the same length; logits of the token rows ``rows``."""
+    def _step(self, tokens: np.ndarray, start: int, every_row: bool) -> tuple[np.ndarray, np.ndarray]:
         batch, new = tokens.shape
-        if batch > self._spec.max_batch:
-            raise ShipwayError(f"{batch} sequences do not fit a cache made for {self._spec.max_batch}")
-        if self._length + new > self._spec.max_context:
-            raise ShipwayError(
-                f"context overflow: {self._length} tokens in the cache and {new} new ones exceed its "
-                f"{self._spec.max_context}"
-            )
-        ids = tokens.reshape(-1).astype(np.int32)
-        if ids.size and not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
-            raise ShipwayError(f"token ids must be in 0..{self._config.vocab_size - 1}")
+        first = 0 if every_row else new - 1
         logits, chosen = self._model.execute(
-            ids,
+            tokens.ravel(),
             np.arange(batch + 1, dtype=np.int32) * new,
-            np.full(batch, self._length, np.int32),
-            rows,
+            np.full(batch, start, np.int32),
+            np.arange(first, batch * new, 1 if every_row else new, dtype=np.int32),
             self._table,
             self._cache,
         )
-        self._length += new
-        self._logits = logits.to_numpy()
-        return chosen.to_numpy()
+        return logits.to_numpy(), chosen.to_numpy()
