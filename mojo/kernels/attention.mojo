@@ -5,8 +5,6 @@ Sequences with one new token take `attention_decode_tile`, longer ones
 all shares of `attention_share` are done.
 """
 from std.math import ceildiv
-from std.sys import size_of
-from std.sys.intrinsics import PrefetchOptions, prefetch
 from kernels.attention_decode import (
     SPLIT,
     attention_decode_tile,
@@ -22,9 +20,6 @@ from kernels.attention_prefill import (
 )
 from kernels.kv_cache import KVCache
 from kernels.workers import first_tile
-
-comptime FETCH_BYTES = 256 * 1024
-"""Keys and values fetched ahead per worker: a part of its L2 cache."""
 
 
 @fieldwise_init
@@ -179,53 +174,6 @@ def attention_share[
                 scores.unsafe_ptr(),
                 acc.unsafe_ptr(),
             )
-
-
-@always_inline
-def fetch_keys_share[
-    t: DType, C: KVCache, //, D: Int
-](
-    cache: Pointer[Scalar[t], _],
-    at: C,
-    layer: Int,
-    tiles: AttentionTiles,
-    worker: Int,
-    workers: Int,
-):
-    """Starts reading the keys and values of one worker's decode tiles.
-
-    Rows of one head are short and apart, so that reading them only when they
-    are needed waits for memory row by row. To be called while other work, like
-    the projections, goes on.
-    """
-    var budget = FETCH_BYTES // (2 * D * size_of[t]())
-    var i = 0
-    for tile in range(worker, tiles.count, workers):
-        while tile >= tiles.sequences[i].tile + tiles.sequences[i].tiles:
-            i += 1
-        var s = tiles.sequences[i]
-        if s.rows != 1 or budget <= 0:
-            continue
-        var head = (tile - s.tile) % tiles.kv_heads
-        var base = (s.low // SPLIT + (tile - s.tile) // tiles.kv_heads) * SPLIT
-        var k0 = max(s.low, base)
-        # The last key, the row's own, is not there yet.
-        var count = min(s.start, base + SPLIT) - k0
-        budget -= count
-        comptime for value in range(2):
-            var rows = cache.unsafe_offset(at.offset(i, layer, value, k0, head))
-            for key in range(count):
-                comptime for line in range(ceildiv(D * size_of[t](), 64)):
-                    prefetch[
-                        PrefetchOptions()
-                        .for_read()
-                        .high_locality()
-                        .to_data_cache()
-                    ](
-                        rows.unsafe_offset(
-                            key * at.row_stride() + line * 64 // size_of[t]()
-                        )
-                    )
 
 
 @always_inline

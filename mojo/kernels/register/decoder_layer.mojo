@@ -9,7 +9,7 @@ from extensibility import InputTensor, OutputTensor
 from extensibility.managed_tensor_slice import (
     _MutableInputTensor as MutableInputTensor,
 )
-from kernels.attention import attention_share, combine_share, fetch_keys_share
+from kernels.attention import attention_share, combine_share
 from kernels.dot_tile import F32
 from kernels.gate_up_silu import gate_up_silu_share
 from kernels.kv_cache import KVCache
@@ -155,7 +155,6 @@ def decoder_layer[
         var members = team.size()
         var phase = 0
         var unused = Int32(0)
-        fetch_keys_share[D](cache, at, Int(layer), heads, worker, members)
         rms_norm_share(normed_, x_, norm_in_, m, k, eps, worker, members)
         team.wait(phase)
         qkv_rope_append_share[D, has_bias, has_norm](

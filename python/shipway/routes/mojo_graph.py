@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shipway.artefacts import artefact, cpu_target, shipped
-from shipway.model.arena import place
+from shipway.model.arena import place, zeros
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.max_buffer import wrap
@@ -73,7 +73,7 @@ class MojoGraph(SteppedRoute):
             config.num_key_value_heads,
             config.head_dim,
         )
-        self._cache = wrap(np.zeros(cache, np.uint16 if spec.dtype == "bf16" else np.float32), spec.dtype)
+        self._cache = wrap(zeros(cache, np.uint16 if spec.dtype == "bf16" else np.float32, "KV cache"), spec.dtype)
         self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
         self._begin(spec, config.vocab_size)
         return Prepared(
