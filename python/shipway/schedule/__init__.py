@@ -1,0 +1,1 @@
+"""Schedules for compilers that leave them to us."""
