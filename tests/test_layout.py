@@ -19,6 +19,7 @@ LAYERS = (
     {"model"},
     {"artefacts"},
     {"graphs"},
+    {"schedule"},
     {"ops"},
     {"numerics"},
     {"routes"},

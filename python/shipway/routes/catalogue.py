@@ -57,5 +57,18 @@ ROUTES = {
             summary="the decoder in JAX, compiled by XLA",
             own_dtype_only=True,
         ),
+        RouteInfo(
+            name="tvm-dlight",
+            pole="heuristic",
+            rung="graph",
+            factory="shipway.routes.tvm_dlight:TvmDlight",
+            devices=("cpu",),
+            dtypes=("f32", "bf16"),
+            weight_formats=("f32", "bf16"),
+            requires=("tvm", "tvm_ffi"),
+            remedy="pip install apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1",
+            summary="torch.export into TVM, scheduled by our dlight rules without search",
+            own_dtype_only=True,
+        ),
     )
 }

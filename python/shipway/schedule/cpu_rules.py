@@ -18,7 +18,6 @@ from tvm.target.codegen import llvm_get_vector_width
 
 _FEW_ROWS = 8  # rows that a GEMV keeps in registers
 _TILE_ROWS, _TILE_VECTORS = 8, 2  # 16 accumulators: enough to hide the latency of a fused multiply-add
-_PARALLEL_FROM = 1 << 14  # elements from which an elementwise stage is worth waking threads for
 
 
 @dataclass(frozen=True)
@@ -238,43 +237,113 @@ class GEMM(CPUScheduleRule):
             return None
         sch = s_tir.Schedule(func)
         product = _product(sch)
-        if product is None or len(product.rows) != 1 or len(product.before) != 2:
+        if product is None or len(product.rows) != 1:
             return None
         lanes = _lanes(target)
-        width = lanes * _TILE_VECTORS
-        block = product.block
-        (row,), (column,) = product.rows, product.columns
+        (row,), (column,), block = product.rows, product.columns, product.block
+        sizes = {row: _TILE_ROWS, column: lanes * _TILE_VECTORS}
         after = _merge_after(sch, product.after)
-        padding = [1] * len(product.extents)
-        padding[row], padding[column] = _TILE_ROWS, width
+        sch.pad_einsum(block, [sizes.get(axis, 1) for axis in range(len(product.extents))])
+        copies = sch.get_consumers(block)
+        copy = copies[0] if copies else sch.cache_write(block, 0, "local")
+        if copies and after is not None and sch.get(copy).name_hint != sch.get(after).name_hint:
+            sch.compute_inline(copy)
+            copy = after
+        sch.set_scope(block, 0, "local")
         # Operands become packed copies: tiles of rows or columns, along the sum, innermost the tile.
-        packed = []
-        for operand, tile in ((0, _TILE_ROWS), (1, width)):
-            packed.append(_pack(sch, product, operand, tile))
-        del padding, packed, after, block
+        packs = [_pack(sch, block, operand, sizes[axis]) for operand, axis in ((0, row), (1, column))]
+
+        loops = sch.get_loops(block)
+        batch = [loops[axis] for axis in product.batch]
+        row_tiles, rows = sch.split(loops[row], [None, _TILE_ROWS])
+        column_tiles, columns = sch.split(loops[column], [None, sizes[column]])
+        depth = loops[product.depth]
+        sch.reorder(*batch, column_tiles, row_tiles, depth, rows, columns)
+        task = sch.fuse(*batch, column_tiles)
+        sch.parallel(task)
+        sch.compute_at(packs[1], task)
+        sch.reverse_compute_at(copy, row_tiles)
+        _register_tile(sch, block, copy, [rows], columns, depth, lanes)
+        pack_loops = sch.get_loops(packs[0])
+        sch.parallel(sch.fuse(*pack_loops[: len(batch) + 1]) if batch else pack_loops[0])
         return sch
+
+
+def _pack(sch: s_tir.Schedule, block: SBlockRV, operand: int, tile: int) -> SBlockRV:
+    """Makes an operand ``[..., rows, depth]`` or ``[..., depth, columns]`` a copy of tiles; returns the stage that makes it.
+
+    Inlines whatever else makes that operand.
+    """
+    buffer = sch.get(block).reads[operand].source
+    maker = [p for p in sch.get_producers(block) if sch.get(p).writes[0].source.same_as(buffer)]
+    if maker:
+        stage = maker[0]
+        _inline(sch, sch.get_producers(stage))
+    else:
+        stage = sch.cache_read(block, operand, "global")
+    axes = sch.get(block).iter_vars
+    depth = next(axis.var for axis in axes if axis.iter_type == tirx.IterVar.CommReduce)
+    inner_depth = sch.get(block).reads[operand].region[-1].min.same_as(depth)
+
+    def tiled(*index: tirx.Expr) -> list[tirx.Expr]:
+        *outer, a, b = index
+        position, along = (a, b) if inner_depth else (b, a)
+        return [*outer, position // tile, along, position % tile]
+
+    sch.transform_layout(stage, ("write", 0), tiled)
+    return stage
 
 
 class RowReduction(CPUScheduleRule):
     """Softmax and norms: everything about one row in one task."""
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Returns the schedule, or ``None`` if no stage reduces or the last does."""
-        return None
-
-
-class Elementwise(CPUScheduleRule):
-    """Whatever maps elements to elements: one stage, vectors innermost, rows in parallel when there are many."""
-
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Returns the schedule, or ``None`` if a stage reduces or there are several results."""
+        """Returns the schedule, or ``None`` if no stage reduces, or the last does."""
         if not isinstance(func, tirx.PrimFunc) or not self.is_target_available(target):
             return None
         sch = s_tir.Schedule(func)
-        blocks = _blocks(sch)
-        if any(_is_reduction(sch, block) for block in blocks) or len(get_output_blocks(sch, _infos(blocks))) != 1:
+        *before, last = _blocks(sch)
+        if not any(_is_reduction(sch, block) for block in before) or _is_reduction(sch, last):
             return None
-        return None
+        loops = sch.get_loops(last)
+        many = any(_static(sch.get(loop).extent) is None for loop in loops[:-1])
+        row = sch.fuse(*loops[:-1]) if len(loops) > 2 else loops[0]
+        for block in reversed(before):
+            sch.compute_at(block, row, preserve_unit_loops=True)
+        if many:
+            sch.parallel(row)
+        lanes = _lanes(target)
+        for block in (*before, last):
+            loop = sch.get_loops(block)[-1]
+            if not _is_reduction(sch, block) and _static(sch.get(loop).extent) is not None:
+                _, lane, width = _vector(sch, loop, lanes)
+                if width > 1:
+                    sch.vectorize(lane)
+        return sch
 
 
-CPU_RULES = (GEMV(),)
+class Elementwise(CPUScheduleRule):
+    """Whatever maps elements to elements: one stage, vectors innermost, rows in parallel when there may be many."""
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Returns the schedule, or ``None`` if a stage reduces."""
+        if not isinstance(func, tirx.PrimFunc) or not self.is_target_available(target):
+            return None
+        sch = s_tir.Schedule(func)
+        *before, last = _blocks(sch)
+        if any(_is_reduction(sch, block) for block in (*before, last)):
+            return None
+        _inline(sch, before)
+        loops = sch.get_loops(last)
+        if not loops:
+            return sch
+        if _static(sch.get(loops[-1]).extent) is not None:
+            *_, lane, width = _vector(sch, loops[-1], _lanes(target))
+            if width > 1:
+                sch.vectorize(lane)
+        if len(loops) > 1 and any(_static(sch.get(loop).extent) is None for loop in loops[:-1]):
+            sch.parallel(sch.fuse(*loops[:-1]) if len(loops) > 2 else loops[0])
+        return sch
+
+
+CPU_RULES = (GEMV(), GEMM(), RowReduction(), Elementwise())
