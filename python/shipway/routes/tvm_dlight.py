@@ -126,4 +126,5 @@ def _tensor(array: np.ndarray) -> tvm.runtime.Tensor:
     """The same memory, which starts on a cache line, as a TVM tensor; uint16 stands for bfloat16."""
     import tvm
 
-    return tvm.runtime.from_dlpack(array.view("bfloat16") if array.dtype == np.uint16 else array)
+    tensor = tvm.runtime.from_dlpack(array)
+    return tensor._create_view(array.shape, "bfloat16") if array.dtype == np.uint16 else tensor
