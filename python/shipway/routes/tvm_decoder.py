@@ -1,9 +1,10 @@
 """A Llama-family decoder for TVM: a plain torch module, exported by ``torch.export`` and imported into Relax.
 
-The module is written for the importer: a flat batch of rows instead of ``[B, S]``, masks and RoPE angles as float inputs,
-weights and KV caches as arguments. Three operations on the KV cache have no importable form in torch (an in-place update
-would be exported as a copy of the whole cache) and are custom torch ops with a conversion of our own: :func:`append`,
-written in place by ``call_tir_inplace``, :func:`scores` and :func:`mix`. Everything else is aten.
+The module is written for the importer: a flat batch of rows instead of ``[B, S]``, masks and RoPE angles as float
+inputs, weights and KV caches as arguments. Three operations on the KV cache have no importable form in torch (an
+in-place update would be exported as a copy of the whole cache) and are custom torch ops with conversions of our own:
+:func:`append`, written in place by ``call_tir_inplace``, :func:`scores` and :func:`mix`. Everything else is aten; the
+conversion of ``linear`` and ``rms_norm`` is ours too, for a float32 sum and because the importer has none.
 
 The residual stream, RoPE, scores and softmax are float32; in bf16 the operands of every product with weights and the KV
 cache are bfloat16, and sums float32.
@@ -29,7 +30,7 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @torch.library.custom_op("shipway_tvm::append", mutates_args=())
 def append(cache: torch.Tensor, new: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Writes ``new [B * S, kv_heads, head_dim]`` to the last S of the first T positions of ``cache``; S, T of ``mask``."""
+    """Writes ``new [B * S, kv_heads, head_dim]`` to the last S of the cache's first T positions; S, T of ``mask``."""
     raise NotImplementedError
 
 
@@ -40,7 +41,7 @@ def _(cache: torch.Tensor, new: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 @torch.library.custom_op("shipway_tvm::scores", mutates_args=())
 def scores(q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Scaled and masked products ``[B, kv_heads, S * group, T]`` f32 of ``q [B * S, heads, head_dim]`` with the cache."""
+    """Scaled, masked products ``[B, kv_heads, S * group, T]`` f32 of ``q [B * S, heads, head_dim]`` with the cache."""
     raise NotImplementedError
 
 
@@ -122,7 +123,7 @@ def _norm(config: ModelConfig, x: torch.Tensor, weight: torch.Tensor) -> torch.T
 
 
 def _linear(x: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    # The importer gives every linear a float32 sum and result, whatever its operands: float() is then nothing.
+    # The conversion gives a linear a float32 sum and result, whatever its operands: float() is then nothing.
     y = functional.linear(x.to(weights[name + ".weight"].dtype), weights[name + ".weight"]).float()
     return y + weights[name + ".bias"] if name + ".bias" in weights else y
 
@@ -165,10 +166,10 @@ def decoder_module(config: ModelConfig, dtype: str, shapes: Mapping[str, tuple[i
         shapes: Shape of every weight, in the order in which they are passed.
 
     Returns:
-        A Relax module of four functions. ``decode`` takes one token of one sequence and returns logits ``[1, vocab_size]``;
-        ``prefill`` takes any number of tokens and sequences and returns the residual stream ``[M, hidden]``; both take
-        tokens, cosines, sines, one mask per window, keys and values of each layer ``[B, kv_heads, capacity, head_dim]``,
-        weights. ``last`` and ``head`` take one and any number of rows of that stream, and the head's weights.
+        A Relax module of four functions. ``decode`` takes one token of one sequence and returns its logits
+        ``[1, vocab_size]``; ``prefill`` takes any number of tokens and sequences and returns the residual stream
+        ``[M, hidden]``; both take tokens, cosines, sines, one mask per window, keys and values of each layer
+        ``[B, kv_heads, capacity, head_dim]``, weights. ``last`` and ``head`` take one and any number of rows of that stream, and the head's weights.
     """
     act = DTYPES[dtype]
     weights = {
@@ -302,7 +303,7 @@ def _convert_rms_norm(node: torch.fx.Node, importer: Any) -> relax.Var:
 
 def _convert_append(node: torch.fx.Node, importer: Any) -> relax.Var:
     cache, new, mask = importer.retrieve_args(node)
-    function = _append(*(list(value.ty.shape) for value in (cache, new, mask)), cache.ty.dtype)
+    function = _append(list(cache.ty.shape), list(new.ty.shape), list(mask.ty.shape), cache.ty.dtype)
     variable = importer.block_builder.add_func(function, "append")
     return importer.block_builder.emit(relax.op.call_tir_inplace(variable, (cache, new, mask), 0, cache.ty))
 
@@ -318,7 +319,7 @@ def _append(cache_shape: list[Any], new_shape: list[Any], mask_shape: list[Any],
         T.func_attr({"tirx.noalias": True})
         cache = T.match_buffer(cache_handle, cache_shape, dtype)
         new = T.match_buffer(new_handle, new_shape, "float32")
-        mask = T.match_buffer(mask_handle, mask_shape, "float32")
+        T.match_buffer(mask_handle, mask_shape, "float32")  # says how many are new and how many there are then
         for b, h, s, d in T.grid(batch, heads, length, head_dim):
             with T.sblock("append"):
                 vb, vh, vs, vd = T.axis.remap("SSSS", [b, h, s, d])
@@ -335,9 +336,9 @@ def _convert_scores(node: torch.fx.Node, importer: Any) -> relax.Var:
         shape = (batch, kv_heads, length * group, seen)
         a = te.compute(
             (*shape[:3], head_dim),
-            lambda b, h, r, d: q[b * length + r // group, h * group + r % group, d]
-            .astype(keys.dtype)
-            .astype("float32"),
+            lambda b, h, r, d: (
+                q[b * length + r // group, h * group + r % group, d].astype(keys.dtype).astype("float32")
+            ),
             "a",
         )
         kept = te.compute((batch, kv_heads, seen, head_dim), lambda b, h, t, d: keys[b, h, t, d].astype("float32"), "b")
@@ -366,14 +367,13 @@ def _convert_mix(node: torch.fx.Node, importer: Any) -> relax.Var:
         )
 
     def by_row(y: te.Tensor, like: te.Tensor) -> te.Tensor:
-        kv_heads, group = int(y.shape[1]), int(heads) // int(y.shape[1])
+        group = int(heads) // int(y.shape[1])
         length = y.shape[2] // group
 
         def at(m: Any, c: Any) -> Any:
             head = c // head_dim
             return y[m // length, head // group, m % length * group + head % group, c % head_dim]
 
-        del kv_heads
         return te.compute((rows, heads * head_dim), at, "by_row")
 
     y = importer.block_builder.emit_te(mix, attention, values)

@@ -1,4 +1,4 @@
-"""Route ``tvm-dlight``: the decoder exported by torch, imported into TVM's Relax, scheduled by rules without any search.
+"""Route ``tvm-dlight``: the decoder exported by torch, imported into TVM's Relax, scheduled by rules without a search.
 
 dlight has no rule for a product on a CPU: the rules are the project's own (``shipway.schedule.cpu_rules``). One library
 holds prefill, decode and LM head for every prompt length, context and batch; weights and KV cache are its arguments.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.route import Prepared, RunSpec
 from shipway.routes.stepped import SteppedRoute, source_of
+
+if TYPE_CHECKING:
+    import tvm
 
 _LIBRARY = "decoder.so"
 

@@ -1,8 +1,8 @@
 """dlight rules for CPUs: what TVM's own lack is a schedule for products of matrices.
 
-A product is recognised by its accesses, not by its name: axes of both operands are the batch, axes of one are its rows or
-columns. Stages before it are inlined or become its packing, stages after it are computed on each tile. All sums are in
-the dtype of the product's stage, which for this project is float32.
+A product is recognised by its accesses, not by its name: axes of both operands are the batch, axes of one are its rows
+or columns. Stages before it are inlined or become its packing, stages after it are computed on each tile. All sums are
+in the dtype of the product's stage, which for this project is float32.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ def _product(sch: s_tir.Schedule) -> _Product | None:
     if len(stage.reads) != 2 or len(stage.writes) != 1:
         return None
     axes = stage.iter_vars
-    used = [
-        [any(index.min.same_as(axis.var) for index in read.region) for axis in axes]
-        for read in stage.reads
-    ]
+    used = [[any(index.min.same_as(axis.var) for index in read.region) for axis in axes] for read in stage.reads]
     depth = [i for i, axis in enumerate(axes) if axis.iter_type == tirx.IterVar.CommReduce]
     spatial = [i for i in range(len(axes)) if i not in depth]
     if len(depth) != 1 or not all(used[operand][depth[0]] for operand in (0, 1)):
@@ -150,7 +147,7 @@ class GEMV(CPUScheduleRule):
         block = product.block
         loops = sch.get_loops(block)
         column = loops[product.columns[0]]
-        outer_depth, lane, _ = _vector(sch, loops[product.depth], lanes)
+        _, lane, _ = _vector(sch, loops[product.depth], lanes)
         partial = sch.rfactor(lane, len(product.extents) - 1)
         sch.set_scope(partial, 0, "local")
 
@@ -158,22 +155,19 @@ class GEMV(CPUScheduleRule):
         loops = sch.get_loops(block)
         columns = _static(product.extents[product.columns[0]])
         tile = next((n for n in (8, 6, 4) if columns is not None and columns % n == 0), None)
-        fixed = tile is not None
         tiles, column = sch.split(loops[product.columns[0]], [None, tile or 16])
         sch.reorder(
             *(loops[i] for i in product.batch), tiles, column, *(loops[i] for i in product.rows), loops[product.depth]
         )
         task = sch.fuse(*(loops[i] for i in product.batch), tiles)
         sch.parallel(task)
-        if not fixed:
-            task_inner = column
-        else:
-            task_inner = task
+        # Where the last tile may be cut, each column is a loop of its own: its condition stays out of the sum.
+        at = task if tile else column
         if after is not None:
             sch.reverse_compute_at(after, task)
             sch.set_scope(block, 0, "local")
-        sch.compute_at(partial, task_inner, preserve_unit_loops=True)
-        inner = sch.get_loops(partial)[(1 if fixed else 2) :]
+        sch.compute_at(partial, at, preserve_unit_loops=True)
+        inner = sch.get_loops(partial)[1 if tile else 2 :]
         lane_loop, *spatial, depth_loop = inner  # in the order of the factored block's iterators
         sch.reorder(depth_loop, *spatial, lane_loop)
         for loop in spatial:
@@ -270,7 +264,7 @@ class GEMM(CPUScheduleRule):
 
 
 def _pack(sch: s_tir.Schedule, block: SBlockRV, operand: int, tile: int) -> SBlockRV:
-    """Makes an operand ``[..., rows, depth]`` or ``[..., depth, columns]`` a copy of tiles; returns the stage that makes it.
+    """Makes an operand ``[..., rows, depth]`` or ``[..., depth, columns]`` a copy of tiles; returns the stage that does.
 
     Inlines whatever else makes that operand.
     """
@@ -330,15 +324,16 @@ class Elementwise(CPUScheduleRule):
         if not isinstance(func, tirx.PrimFunc) or not self.is_target_available(target):
             return None
         sch = s_tir.Schedule(func)
-        *before, last = _blocks(sch)
-        if any(_is_reduction(sch, block) for block in (*before, last)):
+        blocks = _blocks(sch)
+        if any(_is_reduction(sch, block) for block in blocks):
             return None
-        _inline(sch, before)
+        last = blocks[-1]
+        _inline(sch, blocks[:-1])
         loops = sch.get_loops(last)
         if not loops:
             return sch
         if _static(sch.get(loops[-1]).extent) is not None:
-            *_, lane, width = _vector(sch, loops[-1], _lanes(target))
+            _, lane, width = _vector(sch, loops[-1], _lanes(target))
             if width > 1:
                 sch.vectorize(lane)
         if len(loops) > 1 and any(_static(sch.get(loop).extent) is None for loop in loops[:-1]):
