@@ -114,9 +114,10 @@ def git_revision() -> str | None:
 
 
 def install_bytes(packages: tuple[str, ...]) -> int:
-    """Returns the size on disk of distributions and everything they require (extras left out), bytes."""
+    """Returns the bytes on disk of importable packages and everything their distributions require (extras left out)."""
     seen: set[str] = set()
-    waiting = list(packages)
+    provided_by = metadata.packages_distributions()  # tvm comes from apache-tvm
+    waiting = [name for package in packages for name in provided_by.get(package, [package])]
     total = 0
     while waiting:
         name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()

@@ -169,7 +169,8 @@ def decoder_module(config: ModelConfig, dtype: str, shapes: Mapping[str, tuple[i
         A Relax module of four functions. ``decode`` takes one token of one sequence and returns its logits
         ``[1, vocab_size]``; ``prefill`` takes any number of tokens and sequences and returns the residual stream
         ``[M, hidden]``; both take tokens, cosines, sines, one mask per window, keys and values of each layer
-        ``[B, kv_heads, capacity, head_dim]``, weights. ``last`` and ``head`` take one and any number of rows of that stream, and the head's weights.
+        ``[B, kv_heads, capacity, head_dim]``, weights. ``last`` and ``head`` take one and any number of rows of that
+        stream, and the head's weights.
     """
     act = DTYPES[dtype]
     weights = {

@@ -264,7 +264,7 @@ class GEMM(CPUScheduleRule):
 
 
 def _pack(sch: s_tir.Schedule, block: SBlockRV, operand: int, tile: int) -> SBlockRV:
-    """Makes an operand ``[..., rows, depth]`` or ``[..., depth, columns]`` a copy of tiles; returns the stage that does.
+    """Makes an operand ``[..., rows, depth]`` or ``[..., depth, columns]`` tiles; returns the stage that does.
 
     Inlines whatever else makes that operand.
     """
