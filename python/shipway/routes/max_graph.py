@@ -1,0 +1,105 @@
+"""Route ``max-graph``: MAX's own ops, composed by ``shipway.graphs.stock_decoder`` and scheduled by MAX alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from shipway.artefacts import artefact, cpu_target, shipped
+from shipway.errors import ShipwayError
+from shipway.model.arena import place
+from shipway.model.checkpoint import open_checkpoint
+from shipway.model.rope import rope_table
+from shipway.routes.max_buffer import wrap
+from shipway.routes.route import Prepared, RunSpec
+from shipway.routes.stepped import SteppedRoute, source_of
+
+
+class MaxGraph(SteppedRoute):
+    """One compiled graph, one KV cache, external weights."""
+
+    def prepare(self, spec: RunSpec) -> Prepared:
+        """Compiles the graph, or takes it from the artefact cache, and binds the memory-mapped weights.
+
+        Raises:
+            ShipwayError: The checkpoint is not usable, or weights are asked for in another dtype than activations.
+        """
+        started = time.perf_counter()
+        from max.driver import CPU, Buffer
+        from max.engine import InferenceSession
+        from max.graph import DeviceRef
+
+        from shipway.graphs import decoder, stock_decoder
+
+        imported = time.perf_counter()
+        if spec.weights != spec.dtype:
+            raise ShipwayError(f"max-graph keeps weights in the activations' dtype: pass --weights {spec.dtype}")
+        checkpoint = open_checkpoint(spec.model)
+        config = checkpoint.config
+        placed = place(checkpoint.weights, matrices=spec.dtype, vectors="f32")
+        # The model reads these buffers in place.
+        self._weights = {name: wrap(array, spec.dtype if array.ndim == 2 else "f32") for name, array in placed.items()}
+        loaded = time.perf_counter()
+
+        session = InferenceSession(devices=[CPU()])
+
+        def build(directory: Path) -> None:
+            graph = stock_decoder.build_stock_decoder(config, spec.dtype, DeviceRef.CPU())
+            session.compile(graph).export_mef(directory / "decoder.mef")
+
+        parts = {
+            "sources": source_of(stock_decoder.__file__, decoder.__file__),
+            "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")},
+            "dtype": spec.dtype,
+            "target": cpu_target(),
+            "max": version("max"),
+        }
+        made = shipped(Path(spec.compiled), parts) if spec.compiled else artefact("max-graph", parts, build)
+        self._model = session.init(session.compile(made.path / "decoder.mef"), weights_registry=self._weights)
+        compiled = time.perf_counter()
+
+        shape = (
+            2 * config.num_hidden_layers,
+            spec.max_batch,
+            config.num_key_value_heads,
+            spec.max_context,
+            config.head_dim,
+        )
+        self._caches = np.zeros(shape, np.uint16 if spec.dtype == "bf16" else np.float32)
+        self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
+        self._begin(spec, config.vocab_size)
+        return Prepared(
+            load_s=loaded - imported,
+            import_s=imported - started,
+            compile_s=compiled - loaded,
+            compile_cold=made.cold,
+            cold_compile_s=made.compile_s,
+            cold_date=made.made,
+            artefact_bytes=made.size,
+            artefact_path=str(made.path),
+            notes=("attention is batched matmul and softmax in f32, at graph level",),
+        )
+
+    def reset(self) -> None:
+        """Forgets every sequence."""
+        super().reset()
+        self._bound: list[object] = []
+
+    def _step(self, tokens: np.ndarray, start: int, every_row: bool) -> tuple[np.ndarray, np.ndarray]:
+        batch, length = tokens.shape
+        if not self._bound:  # the graph's batch is a cache's first dimension
+            self._bound = [wrap(cache[:batch], self._spec.dtype) for cache in self._caches]
+        first = 0 if every_row else length - 1
+        logits, chosen = self._model.execute(
+            np.ascontiguousarray(tokens),
+            np.arange(start),
+            np.arange(first, batch * length, 1 if every_row else length, dtype=np.int32),
+            self._table,
+            *self._bound,  # as tensors, to be read
+            *self._bound,  # as buffers, to be written
+        )
+        return logits.to_numpy(), chosen.to_numpy()
