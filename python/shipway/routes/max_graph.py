@@ -11,7 +11,7 @@ import numpy as np
 
 from shipway.artefacts import artefact, cpu_target, shipped
 from shipway.errors import ShipwayError
-from shipway.model.arena import place
+from shipway.model.arena import place, zeros
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.max_buffer import wrap
@@ -69,7 +69,7 @@ class MaxGraph(SteppedRoute):
             spec.max_context,
             config.head_dim,
         )
-        self._caches = np.zeros(shape, np.uint16 if spec.dtype == "bf16" else np.float32)
+        self._caches = zeros(shape, np.uint16 if spec.dtype == "bf16" else np.float32, "KV cache")
         self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
         self._begin(spec, config.vocab_size)
         return Prepared(
