@@ -12,6 +12,8 @@ from max.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, Ten
 from shipway.graphs import ops
 from shipway.model.config import ModelConfig
 
+_LAYERS_PER_OP = 10  # an op costs a fork-join, 20 us with its dispatch; compile time grows with the op's tensors
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -37,6 +39,28 @@ def external_weights(
     return weight
 
 
+def _layer_weights(config: ModelConfig, weight: Callable[[str], TensorValue], layer: int) -> ops.LayerWeights:
+    at = f"model.layers.{layer}."
+
+    def of_heads(*kinds: str) -> list[TensorValue]:
+        return [weight(f"{at}self_attn.{kind}") for kind in kinds]
+
+    q, k, v, wo = of_heads("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
+    biases = of_heads("q_proj.bias", "k_proj.bias", "v_proj.bias") if config.qkv_bias else None
+    norms = of_heads("q_norm.weight", "k_norm.weight") if config.qk_norm else None
+    return ops.LayerWeights(
+        norm_in=weight(at + "input_layernorm.weight"),
+        qkv=(q, k, v),
+        biases=biases and (biases[0], biases[1], biases[2]),
+        norms=norms and (norms[0], norms[1]),
+        wo=wo,
+        norm_mlp=weight(at + "post_attention_layernorm.weight"),
+        gate=weight(at + "mlp.gate_proj.weight"),
+        up=weight(at + "mlp.up_proj.weight"),
+        down=weight(at + "mlp.down_proj.weight"),
+    )
+
+
 def decode(
     config: ModelConfig,
     act: DType,
@@ -48,32 +72,18 @@ def decode(
     """The layers: logits f32 ``[R, vocab_size]`` of the batch's rows; its keys and values go into the cache."""
     embed = weight("model.embed_tokens.weight")
     x = ops.embedding(batch.tokens, embed)
-    for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}."
-        attn = at + "self_attn."
-        weights = ops.LayerWeights(
-            norm_in=weight(at + "input_layernorm.weight"),
-            qkv=(weight(attn + "q_proj.weight"), weight(attn + "k_proj.weight"), weight(attn + "v_proj.weight")),
-            biases=(weight(attn + "q_proj.bias"), weight(attn + "k_proj.bias"), weight(attn + "v_proj.bias"))
-            if config.qkv_bias
-            else None,
-            norms=(weight(attn + "q_norm.weight"), weight(attn + "k_norm.weight")) if config.qk_norm else None,
-            wo=weight(attn + "o_proj.weight"),
-            norm_mlp=weight(at + "post_attention_layernorm.weight"),
-            gate=weight(at + "mlp.gate_proj.weight"),
-            up=weight(at + "mlp.up_proj.weight"),
-            down=weight(at + "mlp.down_proj.weight"),
-        )
-        x = ops.decoder_layer(
+    layers = range(config.num_hidden_layers)
+    for some in (layers[i : i + _LAYERS_PER_OP] for i in layers[::_LAYERS_PER_OP]):
+        x = ops.decoder_layers(
             x,
-            weights,
+            [_layer_weights(config, weight, layer) for layer in some],
+            [config.sliding_window[layer] or 0 for layer in some],
+            some[0],
             config.rms_norm_eps,
             table,
             cache,
             batch.offsets,
             batch.start,
-            layer,
-            config.sliding_window[layer] or 0,
             config.head_dim,
         )
     head = embed if config.tie_word_embeddings else weight("lm_head.weight")

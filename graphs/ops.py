@@ -179,58 +179,60 @@ class LayerWeights:
     down: TensorValue
 
 
-def decoder_layer(
+def decoder_layers(
     x: TensorValue,
-    weights: LayerWeights,
+    layers: Sequence[LayerWeights],
+    windows: Sequence[int],
+    first: int,
     eps: float,
     table: TensorValue,
     cache: BufferValue | Pages,
     offsets: TensorValue,
     start: TensorValue,
-    layer: int,
-    window: int,
     head_dim: int,
 ) -> TensorValue:
-    """One decoder layer of f32 x ``[T, K]`` -> f32 ``[T, K]``; its keys and values go into the cache.
+    """Decoder layers ``first``, ``first + 1``, ... of f32 x ``[T, K]`` -> f32 ``[T, K]``; their keys and values go into
+    the cache.
 
-    The phases are the ops above, by one team of workers that is forked once; see their arguments. The bits are those of
-    the ops called one by one.
+    The phases of a layer are the ops above, by one team of workers that is forked once; see their arguments. The bits
+    are those of the ops called one by one. ``windows`` has the sliding window of each layer, 0 for none.
     """
-    w = weights
-    unused = ops.constant(np.zeros(1, np.float32), DType.float32, device=x.device)
-    name, cached = _on(cache, "decoder_layer")
+    one = layers[0]
+    name, cached = _on(cache, "decoder_layers")
     act = cached[0].dtype
-    rows, q_size = x.shape[0], w.qkv[0].shape[0]
+    rows, q_size = x.shape[0], one.qkv[0].shape[0]
     outs = [
         (DType.float32, x.shape),
         (act, x.shape),
         (act, [rows, q_size]),
         (act, [rows, q_size]),
         (DType.float32, x.shape),
-        (act, [rows, w.gate.shape[0]]),
+        (act, [rows, one.gate.shape[0]]),
     ]
+    matrices = [matrix for w in layers for matrix in (*w.qkv, w.wo, w.gate, w.up, w.down)]
+    vectors = [v for w in layers for v in (w.norm_in, w.norm_mlp, *(w.biases or ()), *(w.norms or ()))]
     values = [
         *cached,
         x,
-        w.norm_in,
-        *w.qkv,
-        *(w.biases or (unused,) * 3),
-        *(w.norms or (unused,) * 2),
-        w.wo,
-        w.norm_mlp,
-        w.gate,
-        w.up,
-        w.down,
+        *matrices,
+        # An op takes one list of tensors; copying the few vectors into one costs less than a fork.
+        ops.concat(vectors),
+        ops.constant(np.array(windows, np.int32), DType.int32, device=DeviceRef.CPU()),
+        scalar(first, DType.int32),
         scalar(eps, DType.float32),
+        scalar(head_dim**-0.5, DType.float32),
         table,
         offsets,
         start,
-        scalar(layer, DType.int32),
-        scalar(head_dim**-0.5, DType.float32),
-        scalar(window, DType.int32),
     ]
     return _call_all(
-        name, values, outs, head_dim=head_dim, has_bias=w.biases is not None, has_norm=w.norms is not None
+        name,
+        values,
+        outs,
+        head_dim=head_dim,
+        has_bias=one.biases is not None,
+        has_norm=one.norms is not None,
+        matrix_count=len(matrices),
     )[0]
 
 

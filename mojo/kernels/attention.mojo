@@ -36,7 +36,7 @@ struct Sequence(ImplicitlyCopyable, Movable):
     var partial: Int
 
 
-struct AttentionTiles(Movable):
+struct AttentionTiles(Copyable, Movable):
     """Tiles of a batch: per sequence, head and block of rows or split of keys.
     """
 

@@ -15,7 +15,7 @@ from kernels.workers import worker_count
 
 
 def qkv_tiles[
-    head_dim: Int, has_bias: Bool, has_norm: Bool
+    head_dim: Int
 ](
     op: StaticString,
     cached: CacheShape,
@@ -24,11 +24,6 @@ def qkv_tiles[
     wq: InputTensor[rank=2, ...],
     wk: InputTensor[rank=2, ...],
     wv: InputTensor[rank=2, ...],
-    bias_q: InputTensor[dtype=F32, rank=1, ...],
-    bias_k: InputTensor[dtype=F32, rank=1, ...],
-    bias_v: InputTensor[dtype=F32, rank=1, ...],
-    norm_q: InputTensor[dtype=F32, rank=1, ...],
-    norm_k: InputTensor[dtype=F32, rank=1, ...],
     table: InputTensor[dtype=F32, rank=2, ...],
     offsets: InputTensor[dtype=DType.int32, rank=1, ...],
     start: InputTensor[dtype=DType.int32, rank=1, ...],
@@ -77,16 +72,6 @@ def qkv_tiles[
             cached.head_dim,
             " do not agree",
         )
-    comptime if has_bias:
-        if (
-            bias_q.dim_size(0) != q_rows
-            or bias_k.dim_size(0) != kv_rows
-            or bias_v.dim_size(0) != kv_rows
-        ):
-            raise Error(op, ": biases do not have the rows of wq, wk and wv")
-    comptime if has_norm:
-        if norm_q.dim_size(0) != head_dim or norm_k.dim_size(0) != head_dim:
-            raise Error(op, ": q and k norms do not have head_dim ", head_dim)
     check_sequences(
         op,
         offsets.unsafe_ptr(),
@@ -133,7 +118,7 @@ def qkv_rope_append[
     Parameters `has_bias` and `has_norm` say whether the bias and q/k norm
     inputs are used; unused ones may have any length.
     """
-    var tiles = qkv_tiles[head_dim, has_bias, has_norm](
+    var tiles = qkv_tiles[head_dim](
         "qkv_rope_append",
         at.extent(),
         x.dim_size(0),
@@ -141,16 +126,25 @@ def qkv_rope_append[
         wq,
         wk,
         wv,
-        bias_q,
-        bias_k,
-        bias_v,
-        norm_q,
-        norm_k,
         table,
         offsets,
         start,
         layer,
     )
+    comptime if has_bias:
+        if (
+            bias_q.dim_size(0) != wq.dim_size(0)
+            or bias_k.dim_size(0) != wk.dim_size(0)
+            or bias_v.dim_size(0) != wk.dim_size(0)
+        ):
+            raise Error(
+                "qkv_rope_append: biases do not have the rows of wq, wk and wv"
+            )
+    comptime if has_norm:
+        if norm_q.dim_size(0) != head_dim or norm_k.dim_size(0) != head_dim:
+            raise Error(
+                "qkv_rope_append: q and k norms do not have head_dim ", head_dim
+            )
     var out = output.unsafe_ptr()
     var xp = x.unsafe_ptr()
     var wqp = wq.unsafe_ptr()
