@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from max.dtype import DType
-from max.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, TensorValue, Weight
+from max.graph import BufferType, BufferValue, DeviceRef, Graph, TensorType, TensorValue
 
 from shipway.graphs import ops
+from shipway.graphs.external_weights import external_weights
 from shipway.model.config import ModelConfig
 
 _LAYERS_PER_OP = 10  # an op costs a fork-join, 20 us with its dispatch; compile time grows with the op's tensors
@@ -23,20 +24,6 @@ class Batch:
     offsets: TensorValue
     start: TensorValue
     rows: TensorValue
-
-
-def external_weights(
-    graph: Graph, config: ModelConfig, matrix: DType, device: DeviceRef
-) -> Callable[[str], TensorValue]:
-    """Returns the function that declares a weight of the graph by its Hugging Face name; vectors are f32."""
-    shapes = config.tensor_shapes()
-
-    def weight(name: str) -> TensorValue:
-        shape = shapes[name]
-        # Alignment 1: a memory-mapped tensor starts wherever its file puts it.
-        return graph.add_weight(Weight(name, matrix if len(shape) == 2 else DType.float32, shape, device, align=1))
-
-    return weight
 
 
 def _layer_weights(config: ModelConfig, weight: Callable[[str], TensorValue], layer: int) -> ops.LayerWeights:

@@ -10,7 +10,8 @@ from max.graph import DeviceRef, Graph, TensorType
 from max.nn.kv_cache import KVCacheInputsPerDevice, KVCacheParams
 
 from shipway.graphs import ops
-from shipway.graphs.decoder import Batch, decode, external_weights
+from shipway.graphs.decoder import Batch, decode
+from shipway.graphs.external_weights import external_weights
 from shipway.model.config import ModelConfig
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Dim, Graph, TensorType, TensorValue, ops
 
-from shipway.graphs.decoder import external_weights
+from shipway.graphs.external_weights import external_weights
 from shipway.graphs.ops import DTYPES
 from shipway.model.config import ModelConfig
 

@@ -33,7 +33,7 @@ class MaxGraph(SteppedRoute):
         from max.engine import InferenceSession
         from max.graph import DeviceRef
 
-        from shipway.graphs import decoder, stock_decoder
+        from shipway.graphs import external_weights, stock_decoder
 
         imported = time.perf_counter()
         if spec.weights != spec.dtype:
@@ -52,7 +52,7 @@ class MaxGraph(SteppedRoute):
             session.compile(graph).export_mef(directory / "decoder.mef")
 
         parts = {
-            "sources": source_of(stock_decoder.__file__, decoder.__file__),
+            "sources": source_of(stock_decoder.__file__, external_weights.__file__),
             "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")},
             "dtype": spec.dtype,
             "target": cpu_target(),
