@@ -24,9 +24,9 @@ from shipway.routes.catalogue import ROUTES
 from shipway.routes.route import Route, RunSpec
 
 # Routes whose compiler needs most of a minute or more for each checkpoint serve these, and the rest among the slow
-# tests. Together qwen2 and qwen3 have grouped heads, a scaled RoPE, windows on some layers, biases, q and k norms, tied and untied
-# heads, and a head_dim that is no power of two. Everything else about an architecture is in the RoPE table and the
-# config, which all routes share.
+# tests. Together qwen2 and qwen3 have grouped heads, a scaled RoPE, windows on some layers, biases, q and k norms, tied
+# and untied heads, and a head_dim that is no power of two. Everything else about an architecture is in the RoPE table
+# and the config, which all routes share.
 FEWER = {"torch-compile": ("qwen2", "qwen3"), "max-graph": ("qwen3",)}
 
 # Float32 sums in another order: a few roundings, relative to the largest logit.
