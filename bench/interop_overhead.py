@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+import shipway.interop.torch_ops  # noqa: F401  (registers torch.ops.shipway.*)
 from shipway.graphs.single_op import load_ops
 from shipway.interop.max_module import MaxModule
 from shipway.measure.environment import describe_environment
