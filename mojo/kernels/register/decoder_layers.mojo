@@ -65,8 +65,8 @@ def decoder_layers[
     offsets: InputTensor[dtype=DType.int32, rank=1, ...],
     start: InputTensor[dtype=DType.int32, rank=1, ...],
 ) raises:
-    """Runs T tokens through layers `first`, `first` + 1, ..., each out = m + mlp(norm(m)) with
-    m = x + attention(norm(x)).
+    """Runs T tokens through layers `first`, `first` + 1, ...: each is
+    out = m + mlp(norm(m)) with m = x + attention(norm(x)).
 
     Every phase is the op of its name (`rms_norm`, `qkv_rope_append`,
     `attention`, `linear_residual`, `rms_norm`, `gate_up_silu`,
