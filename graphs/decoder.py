@@ -38,8 +38,8 @@ def _layer_weights(config: ModelConfig, weight: Callable[[str], TensorValue], la
     return ops.LayerWeights(
         norm_in=weight(at + "input_layernorm.weight"),
         qkv=(q, k, v),
-        biases=biases and (biases[0], biases[1], biases[2]),
-        norms=norms and (norms[0], norms[1]),
+        biases=(biases[0], biases[1], biases[2]) if biases else None,
+        norms=(norms[0], norms[1]) if norms else None,
         wo=wo,
         norm_mlp=weight(at + "post_attention_layernorm.weight"),
         gate=weight(at + "mlp.gate_proj.weight"),

@@ -37,8 +37,7 @@ struct Sequence(ImplicitlyCopyable, Movable):
 
 
 struct AttentionTiles(Copyable, Movable):
-    """Tiles of a batch: per sequence, head and block of rows or split of keys.
-    """
+    """Tiles of a batch: per sequence and head, a block of rows or of keys."""
 
     var heads: Int
     var kv_heads: Int
