@@ -70,6 +70,11 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"hidden_size": "64"}, "hidden_size"),
         ({"vocab_size": None}, "vocab_size"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": float("nan")}}, "beta_fast"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )

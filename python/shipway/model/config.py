@@ -6,12 +6,12 @@ Whatever the record cannot express is refused by name, so that no route computes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shipway.errors import ShipwayError
-from shipway.model.rope import RopeConfig, yarn_mscale
+from shipway.model.rope import RopeConfig, number, yarn_mscale
 
 if TYPE_CHECKING:
     from shipway.model.gguf_file import GgufFile
@@ -82,6 +82,8 @@ class ModelConfig:
             )
         if self.rope.rotary_dim > self.head_dim:
             raise ShipwayError(f"rotary dimension {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
+        if self.rms_norm_eps < 0:
+            raise ShipwayError(f"rms_norm_eps must be a number from 0, not {self.rms_norm_eps}")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -97,9 +99,6 @@ class ModelConfig:
         head_dim = _positive(config, "head_dim", default_head_dim)
         layers = _positive(config, "num_hidden_layers", most=_MOST_LAYERS)
         max_positions = _positive(config, "max_position_embeddings", _MAX_POSITIONS[architecture])
-        eps = config.get("rms_norm_eps", _EPS)
-        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or eps < 0:
-            raise ShipwayError(f"rms_norm_eps must be a number from 0, not {eps!r}")
         bos = config.get("bos_token_id")
         return cls(
             architecture=architecture,
@@ -110,7 +109,7 @@ class ModelConfig:
             num_key_value_heads=_positive(config, "num_key_value_heads", heads),
             head_dim=head_dim,
             vocab_size=_positive(config, "vocab_size"),
-            rms_norm_eps=float(eps),
+            rms_norm_eps=number(config, "rms_norm_eps", _EPS),
             max_position_embeddings=max_positions,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "qwen2",
@@ -160,7 +159,7 @@ class ModelConfig:
             num_key_value_heads=_positive(own, "attention.head_count_kv", heads),
             head_dim=head_dim,
             vocab_size=embedding.shape[0],
-            rms_norm_eps=_float(own, "attention.layer_norm_rms_epsilon"),
+            rms_norm_eps=number(own, "attention.layer_norm_rms_epsilon"),
             max_position_embeddings=max_positions,
             tie_word_embeddings="output.weight" not in file.tensors,
             qkv_bias=architecture == "qwen2",
@@ -200,6 +199,20 @@ class ModelConfig:
     def parameters(self) -> int:
         """Number of weights, a tied LM head counted once."""
         return sum(prod(shape) for shape in self.tensor_shapes().values())
+
+    @property
+    def head(self) -> str:
+        """Name of the LM head's matrix without ``.weight``: the embedding's, when they are tied."""
+        return "model.embed_tokens" if self.tie_word_embeddings else "lm_head"
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding windows of the layers, each once."""
+        return tuple(dict.fromkeys(self.sliding_window))
+
+    def computation(self) -> dict[str, Any]:
+        """Returns the fields that a compiled decoder depends on: all but the ids that begin and end a text."""
+        return {key: value for key, value in asdict(self).items() if key not in ("bos_id", "eos_ids")}
 
     def kv_cache_bytes(self, context: int, itemsize: int) -> int:
         """Bytes of one sequence's KV cache at ``context`` tokens with ``itemsize`` bytes an element."""
@@ -272,18 +285,19 @@ def _hf_windows(architecture: str, config: Mapping[str, Any], layers: int) -> tu
 
 
 def _gguf_rope(file: GgufFile, own: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
-    theta = _float(own, "rope.freq_base", 10000.0)
+    theta = number(own, "rope.freq_base", 10000.0)
     rotary_dim = _positive(own, "rope.dimension_count", head_dim)
     divisors = file.tensors.get("rope_freqs.weight")
     if divisors is not None:
         values = divisors.blocks.reshape(-1).tolist()
-        if divisors.format != "f32" or len(values) != rotary_dim // 2 or min(values, default=0.0) <= 0:
+        positive = all(0 < value < float("inf") for value in values)
+        if divisors.format != "f32" or len(values) != rotary_dim // 2 or not positive:
             raise ShipwayError(f"tensor rope_freqs.weight must hold {rotary_dim // 2} positive f32 numbers")
         return RopeConfig(theta, rotary_dim, "llama3", divisors=tuple(values))
     kind = own.get("rope.scaling.type", "none")
     if kind == "none":
         return RopeConfig(theta, rotary_dim)
-    factor = _float(own, "rope.scaling.factor")
+    factor = number(own, "rope.scaling.factor")
     if kind == "linear":
         return RopeConfig(theta, rotary_dim, "linear", factor)
     if kind != "yarn":
@@ -294,9 +308,9 @@ def _gguf_rope(file: GgufFile, own: Mapping[str, Any], head_dim: int, max_positi
         "yarn",
         factor,
         _positive(own, "rope.scaling.original_context_length", max_positions),
-        beta_fast=_float(own, "rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=_float(own, "rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=yarn_mscale(factor) * _float(own, "rope.scaling.attn_factor", 1.0),
+        beta_fast=number(own, "rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=number(own, "rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=yarn_mscale(factor) * number(own, "rope.scaling.attn_factor", 1.0),
     )
 
 
@@ -313,11 +327,3 @@ def _positive(values: Mapping[str, Any], key: str, default: int | None = None, m
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise ShipwayError(f"{key} must be an integer from 1 to {most}, not {value!r}")
     return value
-
-
-def _float(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Reads a number that may be fractional."""
-    value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ShipwayError(f"the configuration lacks {key}" if value is None else f"{key} must be a number")
-    return float(value)

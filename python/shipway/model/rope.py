@@ -15,6 +15,7 @@ import numpy as np
 
 from shipway.errors import ShipwayError
 
+_LARGEST = 1e300  # not NaN, not infinite, and a float can hold it
 KINDS = ("none", "linear", "llama3", "yarn")
 
 
@@ -69,8 +70,8 @@ class RopeConfig:
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
             raise ShipwayError(f"rope scaling {scaling!r} is not supported: one setting for all layers is")
-        theta = _number(scaling, "rope_theta", _number(config, "rope_theta", 10000.0))
-        partial = _number(scaling, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
+        theta = number(scaling, "rope_theta", number(config, "rope_theta", 10000.0))
+        partial = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
         rotary_dim = int(head_dim * partial)
         if rotary_dim > head_dim:
             raise ShipwayError(f"partial_rotary_factor {partial} is not supported: it must not exceed 1")
@@ -79,22 +80,22 @@ class RopeConfig:
             return cls(theta, rotary_dim)
         if kind not in KINDS:
             raise ShipwayError(f"rope scaling {kind!r} is not supported: only {', '.join(KINDS[1:])}")
-        factor = _number(scaling, "factor")
+        factor = number(scaling, "factor")
         original = int(
-            _number(config, "original_max_position_embeddings", 0)
-            or _number(scaling, "original_max_position_embeddings", 0)
+            number(config, "original_max_position_embeddings", 0)
+            or number(scaling, "original_max_position_embeddings", 0)
             or max_positions
         )
         if kind == "linear":
             return cls(theta, rotary_dim, "linear", factor)
         if kind == "llama3":
-            low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+            low, high = number(scaling, "low_freq_factor"), number(scaling, "high_freq_factor")
             if not 0 < low < high:
                 raise ShipwayError(f"llama3 rope scaling: low_freq_factor {low} must lie below high_freq_factor {high}")
             return cls(theta, rotary_dim, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
-        attention = _number(scaling, "attention_factor", 0.0)
+        attention = number(scaling, "attention_factor", 0.0)
         if not attention:
-            mscale, all_dim = _number(scaling, "mscale", 0.0), _number(scaling, "mscale_all_dim", 0.0)
+            mscale, all_dim = number(scaling, "mscale", 0.0), number(scaling, "mscale_all_dim", 0.0)
             both = bool(mscale and all_dim)
             attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
         return cls(
@@ -103,8 +104,8 @@ class RopeConfig:
             "yarn",
             factor,
             original,
-            beta_fast=_number(scaling, "beta_fast", 0.0) or 32.0,
-            beta_slow=_number(scaling, "beta_slow", 0.0) or 1.0,
+            beta_fast=number(scaling, "beta_fast", 0.0) or 32.0,
+            beta_slow=number(scaling, "beta_slow", 0.0) or 1.0,
             attention_factor=attention,
             truncate=bool(scaling.get("truncate", True)),
         )
@@ -162,12 +163,17 @@ def rope_table(rope: RopeConfig, positions: int) -> np.ndarray:
     return (np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * rope.attention_factor).astype(np.float32)
 
 
-def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Reads a finite number that may be fractional.
+
+    Raises:
+        ShipwayError: It is neither there nor has a default, or is none.
+    """
     value = values.get(key)
     if value is None:
         value = default
     if value is None:
-        raise ShipwayError(f"rope scaling lacks {key}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ShipwayError(f"the configuration lacks {key}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
         raise ShipwayError(f"{key} must be a number, not {value!r}")
     return float(value)
