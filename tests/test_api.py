@@ -146,3 +146,14 @@ def test_iterator_left_early_does_not_block_the_next(checkpoint: str) -> None:
             assert token.finish is None
             break
         assert len(list(model.generate("a", max_new=3))) <= 3
+
+
+def test_whoever_has_the_last_token_has_a_free_model(model: api.Model) -> None:
+    every = list(model.generate("def", max_new=6, greedy=True))
+    texts = [token.text for token in every]
+    for arguments in ({"max_new": 3}, {"max_new": 6, "stop": [next(text for text in texts[1:] if text)]}):
+        tokens = model.generate("def", greedy=True, **arguments)
+        while next(tokens).finish is None:
+            pass
+        assert list(model.generate("def", max_new=1, greedy=True))  # while the iterator is still open
+        assert list(tokens) == []

@@ -138,6 +138,15 @@ def test_generation_closed_early_leaves_the_worker_usable(taken: int) -> None:
             assert worker.call("prefill", tokens=[[4]]) == [fake_routes.following(4)]
 
 
+def test_whoever_has_the_last_token_has_a_free_worker() -> None:
+    with start("Slow") as worker:
+        worker.prepare(SPEC)
+        tokens = worker.generate([1], 2, fake_routes.VOCAB, [], Sampling())
+        assert [next(tokens)[1], next(tokens)[1]] == [None, "length"]
+        assert worker.call("prefill", tokens=[[4]]) == [fake_routes.following(4)]
+        assert list(tokens) == []
+
+
 def test_second_call_during_a_generation_is_refused() -> None:
     with start("Slow") as worker:
         worker.prepare(SPEC)

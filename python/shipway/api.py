@@ -219,10 +219,13 @@ class Model:
         chosen = self._worker.generate(tokens, max_new, vocab, list(self.tokenizer.eos_ids), sampling)
         with closing(chosen):
             for token, finish in chosen:
-                for released in stream.push(token, finish):
-                    yield released
-                    if released.finish == "stop":
-                        return
+                released = stream.push(token, finish)
+                stopped = bool(released) and released[-1].finish == "stop"
+                if stopped:  # before the last token is taken: then the model is free
+                    chosen.close()
+                yield from released
+                if stopped:
+                    return
 
     def __enter__(self) -> Self:
         return self
@@ -274,6 +277,8 @@ def load(
             if asked not in (None, getattr(compiled, key)):
                 raise ShipwayError(f"{path} was compiled for {key} {getattr(compiled, key)}, not {asked}")
         route, dtype, weights = compiled.route, compiled.dtype, compiled.weights
+        if not find_route(route).ships:
+            raise ShipwayError(f"{path} holds no compiled model of {route}: make it again with shipway compile")
     route, dtype = route or "mojo-graph", dtype or "f32"
     weights = weights or dtype
     info = find_route(route)

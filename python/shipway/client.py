@@ -159,7 +159,12 @@ class Worker:
         try:
             self._send("generate", arguments | {"sampling": dataclasses.asdict(sampling)})
             while "token" in (message := self._receive("generate")):
-                yield message["token"], message["finish"]
+                token, finish = message["token"], message["finish"]
+                if finish is not None:  # the reply is read first: whoever takes the last token has a free worker
+                    message = self._receive("generate")
+                yield token, finish
+                if finish is not None:
+                    break
         except BaseException:
             self._abandon({"call": "stop"})
             raise
