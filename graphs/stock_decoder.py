@@ -66,7 +66,7 @@ def build_stock_decoder(config: ModelConfig, dtype: str, device: DeviceRef) -> G
         queries = ops.range(start, end, 1, out_dim=new, dtype=DType.int64, device=device)
         keys = ops.concat([past, queries])
         distance = ops.unsqueeze(queries, 1) - ops.unsqueeze(keys, 0)  # [S, P + S]
-        masks = {window: _mask(distance, window) for window in set(config.sliding_window)}
+        masks = {window: _mask(distance, window) for window in config.windows}
 
         x = ops.cast(ops.gather(weight("model.embed_tokens.weight"), tokens.reshape([batch * new]), 0), _F32)
         for layer in range(config.num_hidden_layers):
@@ -94,7 +94,7 @@ def build_stock_decoder(config: ModelConfig, dtype: str, device: DeviceRef) -> G
             h = ops.silu(linear(h, at + "mlp.gate_proj")) * linear(h, at + "mlp.up_proj")
             x = x + linear(ops.cast(h, act), at + "mlp.down_proj")
         x = ops.cast(ops.gather(norm(x, "model.norm"), rows, 0), act)
-        logits = linear(x, "model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        logits = linear(x, config.head)
         graph.output(logits, ops.cast(ops.squeeze(ops.argmax(logits, -1), -1), DType.int32))
     return graph
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,56 @@ def test_one_made_for_something_else_is_refused_by_name(compiled: Path, part: st
             shipway.load(compiled, threads=1)
     finally:
         record.write_text(kept)
+
+
+def test_edited_setting_of_the_model_is_named_alone(compiled: Path) -> None:
+    config = compiled / "config.json"
+    kept = config.read_text()
+    config.write_text(json.dumps(json.loads(kept) | {"rms_norm_eps": 0.25}))
+    try:
+        with pytest.raises(
+            ShipwayError, match=r"compiled was compiled for config.rms_norm_eps \S+, here 0.25: make it"
+        ):
+            shipway.load(compiled, threads=1)
+    finally:
+        config.write_text(kept)
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "added"])
+def test_damaged_artefact_is_refused_by_its_file(compiled: Path, tmp_path: Path, damage: str) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(compiled, copy)
+    (file,) = (path for path in (copy / "compiled").iterdir() if path.name != "artefact.json")
+    content = file.read_bytes()
+    if damage == "changed":
+        file.write_bytes(content[:-100] + bytes(4) + content[-96:])
+    elif damage == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "gone":
+        file.unlink()
+    else:
+        file = file.with_name("other")
+        file.touch()
+    with pytest.raises(ShipwayError, match=f"{file.name} is damaged: make it again with shipway compile"):
+        shipway.load(copy, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("route", "said"),
+    [
+        ("torch-eager", "no compiled model of torch-eager"),
+        ("max-graph", "compiled for route mojo-graph, here max-graph"),
+    ],
+)
+def test_another_route_cannot_take_it_over(compiled: Path, route: str, said: str) -> None:
+    manifest = compiled / "shipway.json"
+    kept = manifest.read_text()
+    manifest.write_text(json.dumps(json.loads(kept) | {"route": route}))
+    try:
+        with pytest.raises(ShipwayError, match=f"{said}.*shipway compile"):
+            shipway.load(compiled, threads=1)
+    finally:
+        manifest.write_text(kept)
 
 
 def test_generate_takes_route_and_dtype_from_the_directory(compiled: Path) -> None:

@@ -10,7 +10,7 @@ from max.graph import BufferType, BufferValue, DeviceRef, Graph, Module, TensorT
 
 from shipway.graphs import ops
 from shipway.graphs.extension import kernels_extension
-from shipway.routes.max_buffer import wrap
+from shipway.routes.max_model import wrap
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CAPACITY, FIRST = 100, 72, 6, 2, 24, 2, 256, 1
 EPS, WINDOWS = 1e-5, (0, 40)

@@ -112,23 +112,49 @@ def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], Non
     return _read(path, cold=True)
 
 
-def shipped(directory: Path, parts: Mapping[str, object]) -> Artefact:
-    """Returns the artefact that ``directory`` holds, if it is one of these parts.
+def ship(source: Path, kind: str, target: Path) -> None:
+    """Copies an artefact of the store to ``target``, with what :func:`shipped` checks: its kind and a hash per file."""
+    shutil.copytree(source, target)
+    record = json.loads((target / _RECORD).read_text())
+    record |= {"kind": kind, "files": _hashes(target)}
+    (target / _RECORD).write_text(json.dumps(record, indent=1))
+
+
+def shipped(directory: Path, kind: str, parts: Mapping[str, object]) -> Artefact:
+    """Returns the artefact that ``directory`` holds, if it is whole, of this kind and of these parts.
 
     Raises:
-        ShipwayError: There is none, or it was compiled for something else: which, and what is here.
+        ShipwayError: There is none, it is damaged, or it was compiled for something else: which, and what is here.
     """
     try:
-        found = json.loads((directory / _RECORD).read_text())["parts"]
+        record = json.loads((directory / _RECORD).read_text())
+        found, files = {"route": record["kind"]} | record["parts"], dict(record["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShipwayError(f"{directory} holds no compiled model: make it again with shipway compile") from error
-    expected = json.loads(_text(parts))
-    differing = [
-        f"{key} {found.get(key)!s}, here {expected[key]}" for key in expected if found.get(key) != expected[key]
-    ]
-    if differing:
+    if differing := _differences(found, json.loads(_text({"route": kind} | dict(parts)))):
         raise ShipwayError(f"{directory} was compiled for {'; '.join(differing)}: make it again with shipway compile")
+    here = _hashes(directory)
+    if damaged := sorted(name for name in files.keys() | here.keys() if files.get(name) != here.get(name)):
+        raise ShipwayError(f"{directory / damaged[0]} is damaged: make it again with shipway compile")
     return _read(directory, cold=False)
+
+
+def _hashes(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file but the record."""
+    files = (file for file in directory.rglob("*") if file.is_file() and file.name != _RECORD)
+    return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _differences(found: Mapping[str, object], expected: Mapping[str, object], within: str = "") -> list[str]:
+    """Returns "KEY FOUND, here EXPECTED" for each value that differs, in mappings of mappings by the inner key."""
+    lines: list[str] = []
+    for key, value in expected.items():
+        other = found.get(key)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            lines += _differences(other, value, f"{within}{key}.")
+        elif other != value:
+            lines.append(f"{within}{key} {other}, here {value}")
+    return lines
 
 
 def _text(parts: Mapping[str, object]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shipway.artefacts import ship
 from shipway.client import Worker
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.checkpoint import open_checkpoint
@@ -95,7 +96,7 @@ def compile_model(
         with Worker(info, threads) as worker:
             prepared = worker.prepare(RunSpec(str(partial), dtype, weights, threads=threads, max_context=16))
         assert prepared.artefact_path is not None
-        shutil.copytree(prepared.artefact_path, partial / _ARTEFACT)
+        ship(Path(prepared.artefact_path), info.name, partial / _ARTEFACT)
         manifest = {"version": _VERSION, "route": info.name, "dtype": dtype, "weights": weights}
         (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if out.exists():

@@ -102,5 +102,6 @@ class Contender:
             worker.close()
             raise
         fields = dataclasses.asdict(prepared) | {"notes": list(prepared.notes)}
+        del fields["artefact_path"]  # of this machine alone
         started: Start = {"total_s": perf_counter() - begin, **fields}  # type: ignore[typeddict-item]
         return worker, started

@@ -36,7 +36,7 @@ class ProbeSample(TypedDict):
 
 
 class Start(TypedDict):
-    """One start of a route: seconds from starting the process to a callable model, and the fields of ``Prepared``."""
+    """One start of a route: seconds from starting the process to a callable model, and ``Prepared``, its path aside."""
 
     total_s: float
     import_s: float

@@ -102,7 +102,7 @@ def step(
         )
     if not every_row:
         x = lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
-    logits = linear(norm(x, "model.norm"), "model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+    logits = linear(norm(x, "model.norm"), config.head)
     logits = logits if every_row else logits[:, 0]
     return updated, logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

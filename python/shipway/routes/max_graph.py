@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
-from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 
-from shipway.artefacts import artefact, cpu_target, shipped
-from shipway.errors import ShipwayError
 from shipway.model.arena import place, zeros
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
-from shipway.routes.max_buffer import wrap
+from shipway.routes.max_model import load_model, wrap, wrap_weights
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, source_of
+from shipway.routes.stepped import SteppedRoute, prepared, source_of
 
 
 class MaxGraph(SteppedRoute):
@@ -26,7 +21,7 @@ class MaxGraph(SteppedRoute):
         """Compiles the graph, or takes it from the artefact cache, and binds the memory-mapped weights.
 
         Raises:
-            ShipwayError: The checkpoint is not usable, or weights are asked for in another dtype than activations.
+            ShipwayError: The checkpoint is not usable.
         """
         started = time.perf_counter()
         from max.driver import CPU, Buffer
@@ -36,31 +31,24 @@ class MaxGraph(SteppedRoute):
         from shipway.graphs import external_weights, stock_decoder
 
         imported = time.perf_counter()
-        if spec.weights != spec.dtype:
-            raise ShipwayError(f"max-graph keeps weights in the activations' dtype: pass --weights {spec.dtype}")
         checkpoint = open_checkpoint(spec.model)
         config = checkpoint.config
-        placed = place(checkpoint.weights, matrices=spec.dtype, vectors="f32")
-        # The model reads these buffers in place.
-        self._weights = {name: wrap(array, spec.dtype if array.ndim == 2 else "f32") for name, array in placed.items()}
+        self._weights = wrap_weights(place(checkpoint.weights, matrices=spec.dtype, vectors="f32"), spec.dtype)
         loaded = time.perf_counter()
-
-        session = InferenceSession(devices=[CPU()])
-
-        def build(directory: Path) -> None:
-            graph = stock_decoder.build_stock_decoder(config, spec.dtype, DeviceRef.CPU())
-            session.compile(graph).export_mef(directory / "decoder.mef")
 
         parts = {
             "sources": source_of(stock_decoder.__file__, external_weights.__file__),
-            "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")},
+            "config": config.computation(),
             "dtype": spec.dtype,
-            "target": cpu_target(),
-            "max": version("max"),
         }
-        made = shipped(Path(spec.compiled), parts) if spec.compiled else artefact("max-graph", parts, build)
-        self._model = session.init(session.compile(made.path / "decoder.mef"), weights_registry=self._weights)
-        compiled = time.perf_counter()
+        self._model, made = load_model(
+            InferenceSession(devices=[CPU()]),
+            "max-graph",
+            parts,
+            lambda: stock_decoder.build_stock_decoder(config, spec.dtype, DeviceRef.CPU()),
+            self._weights,
+            spec.compiled,
+        )
 
         shape = (
             2 * config.num_hidden_layers,
@@ -72,17 +60,8 @@ class MaxGraph(SteppedRoute):
         self._caches = zeros(shape, np.uint16 if spec.dtype == "bf16" else np.float32, "KV cache")
         self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
         self._begin(spec, config.vocab_size)
-        return Prepared(
-            load_s=loaded - imported,
-            import_s=imported - started,
-            compile_s=compiled - loaded,
-            compile_cold=made.cold,
-            cold_compile_s=made.compile_s,
-            cold_date=made.made,
-            artefact_bytes=made.size,
-            artefact_path=str(made.path),
-            notes=("attention is batched matmul and softmax in f32, at graph level",),
-        )
+        note = "attention is batched matmul and softmax in f32, at graph level"
+        return prepared(started, imported, loaded, made, note)
 
     def reset(self) -> None:
         """Forgets every sequence."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
-from importlib.metadata import version
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shipway.artefacts import artefact, cpu_target, shipped
 from shipway.model.arena import place, zeros
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
-from shipway.routes.max_buffer import wrap
+from shipway.routes.max_model import load_model, wrap, wrap_weights
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute
+from shipway.routes.stepped import SteppedRoute, prepared
+
+if TYPE_CHECKING:
+    from max.graph import Graph
 
 
 class MojoGraph(SteppedRoute):
@@ -36,34 +36,26 @@ class MojoGraph(SteppedRoute):
         imported = time.perf_counter()
         checkpoint = open_checkpoint(spec.model)
         config = checkpoint.config
-        placed = place(checkpoint.weights, matrices=spec.weights, vectors="f32")
-        formats = {name: spec.weights if array.ndim == 2 else "f32" for name, array in placed.items()}
-        self._weights = {name: wrap(array, formats[name]) for name, array in placed.items()}  # read in place
+        self._weights = wrap_weights(place(checkpoint.weights, matrices=spec.weights, vectors="f32"), spec.weights)
         loaded = time.perf_counter()
 
-        session = InferenceSession(devices=[CPU()])
-
-        def build(directory: Path) -> None:
+        def build() -> Graph:
             from max.graph import DeviceRef
 
             from shipway.graphs.decoder import build_decoder
             from shipway.graphs.extension import kernels_extension
 
-            graph = build_decoder(config, spec.dtype, spec.weights, kernels_extension(), DeviceRef.CPU())
-            session.compile(graph).export_mef(directory / "decoder.mef")
+            return build_decoder(config, spec.dtype, spec.weights, kernels_extension(), DeviceRef.CPU())
 
-        shape = {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")}
         parts = {
             "sources": source_hash(),
-            "config": shape,
+            "config": config.computation(),
             "dtype": spec.dtype,
             "weights": spec.weights,
-            "target": cpu_target(),
-            "max": version("max"),
         }
-        made = shipped(Path(spec.compiled), parts) if spec.compiled else artefact("mojo-graph", parts, build)
-        self._model = session.init(session.compile(made.path / "decoder.mef"), weights_registry=self._weights)
-        compiled = time.perf_counter()
+        self._model, made = load_model(
+            InferenceSession(devices=[CPU()]), "mojo-graph", parts, build, self._weights, spec.compiled
+        )
 
         cache = (
             spec.max_batch,
@@ -76,16 +68,7 @@ class MojoGraph(SteppedRoute):
         self._cache = wrap(zeros(cache, np.uint16 if spec.dtype == "bf16" else np.float32, "KV cache"), spec.dtype)
         self._table = Buffer.from_numpy(rope_table(config.rope, spec.max_context))
         self._begin(spec, config.vocab_size)
-        return Prepared(
-            load_s=loaded - imported,
-            import_s=imported - started,
-            compile_s=compiled - loaded,
-            compile_cold=made.cold,
-            cold_compile_s=made.compile_s,
-            cold_date=made.made,
-            artefact_bytes=made.size,
-            artefact_path=str(made.path),
-        )
+        return prepared(started, imported, loaded, made)
 
     def _step(self, tokens: np.ndarray, start: int, every_row: bool) -> tuple[np.ndarray, np.ndarray]:
         batch, new = tokens.shape

@@ -50,7 +50,7 @@ class Prepared:
         cold_compile_s: Seconds the compilation took when it was cold, now or on ``cold_date``; ``None`` if unknown.
         cold_date: ISO date of that compilation.
         artefact_bytes: Size on disk of what was compiled for this model.
-        artefact_path: Its directory, for routes whose artefact can be shipped (``RouteInfo.ships``).
+        artefact_path: Its directory.
         notes: Short facts to print (mode of the compiler and the like).
     """
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
 
+from shipway.artefacts import Artefact
 from shipway.errors import ShipwayError
-from shipway.routes.route import RunSpec
+from shipway.routes.route import Prepared, RunSpec
 
 
 def source_of(*files: str) -> str:
@@ -18,6 +20,21 @@ def source_of(*files: str) -> str:
     for file in files:
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def prepared(started: float, imported: float, loaded: float, made: Artefact, *notes: str) -> Prepared:
+    """Returns what a route says that has just compiled or found its artefact; times are of ``perf_counter``."""
+    return Prepared(
+        load_s=loaded - imported,
+        import_s=imported - started,
+        compile_s=time.perf_counter() - loaded,
+        compile_cold=made.cold,
+        cold_compile_s=made.compile_s,
+        cold_date=made.made,
+        artefact_bytes=made.size,
+        artefact_path=str(made.path),
+        notes=notes,
+    )
 
 
 class SteppedRoute(ABC):
@@ -46,9 +63,10 @@ class SteppedRoute(ABC):
         """Appends ``tokens [B, S]`` int32 to the KV cache; returns the greedy next ids ``[B]`` int32.
 
         Raises:
-            ShipwayError: The context or batch would overflow, or a token id is not in the vocabulary.
+            ShipwayError: The context or batch would overflow, a token id is not in the vocabulary, the logits are not
+                finite.
         """
-        return self._append(tokens, every_row=False)
+        return self._choose(tokens)
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
         """Appends one token per sequence, ``[B]`` int32; returns the greedy next ids ``[B]`` int32.
@@ -56,7 +74,7 @@ class SteppedRoute(ABC):
         Raises:
             ShipwayError: As for :meth:`prefill`.
         """
-        return self._append(tokens[:, None], every_row=False)
+        return self._choose(tokens[:, None])
 
     def logits(self) -> np.ndarray:
         """Returns the logits ``[B, vocab_size]`` f32 of the last prefill or decode."""
@@ -80,6 +98,16 @@ class SteppedRoute(ABC):
     def close(self) -> None:
         """Drops everything the route holds."""
         self.__dict__.clear()
+
+    def _choose(self, tokens: np.ndarray) -> np.ndarray:
+        chosen = self._append(tokens, every_row=False)
+        # NaN anywhere before the logits makes all of them NaN, so the chosen ones tell.
+        if not np.isfinite(self._logits[np.arange(len(chosen)), chosen]).all():
+            raise ShipwayError(
+                f"the logits after {self._position} tokens are not finite: a weight is not, or a value is beyond "
+                f"{self._spec.dtype}"
+            )
+        return chosen
 
     def _append(self, tokens: np.ndarray, every_row: bool) -> np.ndarray:
         batch, length = tokens.shape

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from shipway.artefacts import artefact, cpu_target
-from shipway.errors import CannotRunError, ShipwayError
+from shipway.errors import CannotRunError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, source_of
+from shipway.routes.stepped import SteppedRoute, prepared, source_of
 
 _HINT = 128  # prompt length for which prefill kernels are chosen
 _MOST_VARIANTS = 64  # batch sizes, prefill and decode, inside and beyond a window: Dynamo gives up at 8
@@ -30,7 +30,7 @@ class TorchCompile(SteppedRoute):
         """Loads the checkpoint and compiles prefill and decode for one sequence, or takes them from the cache.
 
         Raises:
-            ShipwayError: The checkpoint is not usable, or weights are asked for in another dtype than activations.
+            ShipwayError: The checkpoint is not usable.
             CannotRunError: There is no C++ compiler.
         """
         started = time.perf_counter()
@@ -43,8 +43,6 @@ class TorchCompile(SteppedRoute):
         from shipway.routes import torch_decoder
 
         imported = time.perf_counter()
-        if spec.weights != spec.dtype:
-            raise ShipwayError(f"torch-compile keeps weights in the activations' dtype: pass --weights {spec.dtype}")
         try:
             compiler = get_cpp_compiler()
         except InvalidCxxCompiler as error:
@@ -62,7 +60,7 @@ class TorchCompile(SteppedRoute):
         self._compiled = torch.compile(
             self._decoder.step, fullgraph=True, options={"freezing": True, "max_autotune": True}
         )
-        windows = sorted({window for window in config.sliding_window if window is not None})
+        windows = sorted(window for window in config.windows if window is not None)
 
         def build(directory: Path) -> None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
@@ -70,7 +68,7 @@ class TorchCompile(SteppedRoute):
 
         parts = {
             "sources": source_of(__file__, torch_decoder.__file__),
-            "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")},
+            "config": config.computation(),
             "spec": {key: value for key, value in asdict(spec).items() if key not in ("model", "compiled")},
             "target": cpu_target(),
             "torch": torch.__version__,
@@ -80,18 +78,13 @@ class TorchCompile(SteppedRoute):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(made.path)
         if not made.cold:
             self._warm_up(windows)
-        return Prepared(
-            load_s=loaded - imported,
-            import_s=imported - started,
-            compile_s=time.perf_counter() - loaded,
-            compile_cold=made.cold,
-            cold_compile_s=made.compile_s,
-            cold_date=made.made,
-            artefact_bytes=made.size,
-            notes=(
-                "max-autotune, freezing, inference_mode",
-                "prompt and KV length dynamic; a batch or a continued prompt compiles at its first use",
-            ),
+        return prepared(
+            started,
+            imported,
+            loaded,
+            made,
+            "max-autotune, freezing, inference_mode",
+            "prompt and KV length dynamic; a batch or a continued prompt compiles at its first use",
         )
 
     def _warm_up(self, windows: list[int]) -> None:

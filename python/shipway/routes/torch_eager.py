@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 
-from shipway.errors import ShipwayError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.routes.route import Prepared, RunSpec
 from shipway.routes.stepped import SteppedRoute
@@ -22,7 +21,7 @@ class TorchEager(SteppedRoute):
         """Loads the checkpoint; nothing is compiled.
 
         Raises:
-            ShipwayError: The checkpoint is not usable, or weights are asked for in another dtype than activations.
+            ShipwayError: The checkpoint is not usable.
         """
         started = time.perf_counter()
         import torch
@@ -30,8 +29,6 @@ class TorchEager(SteppedRoute):
         from shipway.routes.torch_decoder import Decoder
 
         imported = time.perf_counter()
-        if spec.weights != spec.dtype:
-            raise ShipwayError(f"torch-eager keeps weights in the activations' dtype: pass --weights {spec.dtype}")
         torch.set_num_threads(spec.threads)
         checkpoint = open_checkpoint(spec.model)
         self._decoder = Decoder(checkpoint, spec.dtype, spec.max_batch, spec.max_context)

@@ -2,7 +2,7 @@
 
 The module is written for the importer: a flat batch of rows instead of ``[B, S]``, masks and RoPE angles as float
 inputs, weights and KV caches as arguments. Three operations on the KV cache have no importable form in torch (an
-in-place update would be exported as a copy of the whole cache) and are custom torch ops with conversions of our own:
+in-place update would be exported as a copy of the whole cache) and are torch ops of our own, each with its conversion:
 :func:`append`, written in place by ``call_tir_inplace``, :func:`scores` and :func:`mix`. Everything else is aten; the
 conversion of ``linear`` and ``rms_norm`` is ours too, for a float32 sum and because the importer has none.
 
@@ -28,37 +28,28 @@ from shipway.schedule.cpu_rules import CPU_RULES
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
-@torch.library.custom_op("shipway_tvm::append", mutates_args=())
+# Names and shapes for the exporter; what they compute is said by the conversions below, torch never runs them.
+torch.library.define("shipway_tvm::append", "(Tensor cache, Tensor new, Tensor mask) -> Tensor")
+torch.library.define("shipway_tvm::scores", "(Tensor q, Tensor keys, Tensor mask) -> Tensor")
+torch.library.define("shipway_tvm::mix", "(Tensor attention, Tensor values, Tensor q) -> Tensor")
+
+
+@torch.library.register_fake("shipway_tvm::append")
 def append(cache: torch.Tensor, new: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Writes ``new [B * S, kv_heads, head_dim]`` to the last S of the cache's first T positions; S, T of ``mask``."""
-    raise NotImplementedError
-
-
-@append.register_fake
-def _(cache: torch.Tensor, new: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(cache)
 
 
-@torch.library.custom_op("shipway_tvm::scores", mutates_args=())
+@torch.library.register_fake("shipway_tvm::scores")
 def scores(q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Scaled, masked products ``[B, kv_heads, S * group, T]`` f32 of ``q [B * S, heads, head_dim]`` with the cache."""
-    raise NotImplementedError
-
-
-@scores.register_fake
-def _(q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     rows = mask.shape[0] * (q.shape[1] // keys.shape[1])
     return q.new_empty((keys.shape[0], keys.shape[1], rows, mask.shape[1]), dtype=torch.float32)
 
 
-@torch.library.custom_op("shipway_tvm::mix", mutates_args=())
+@torch.library.register_fake("shipway_tvm::mix")
 def mix(attention: torch.Tensor, values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Sums of values weighted by ``attention``: ``[B * S, heads * head_dim]`` f32."""
-    raise NotImplementedError
-
-
-@mix.register_fake
-def _(attention: torch.Tensor, values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=torch.float32)
 
 
@@ -79,11 +70,10 @@ class _Layers(nn.Module):
         values: list[torch.Tensor],
         weights: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        config = self._config
-        windows = distinct_windows(config)
+        config, kernels = self._config, torch.ops.shipway_tvm
         x = functional.embedding(tokens, weights["model.embed_tokens.weight"]).float()
         for layer, window in enumerate(config.sliding_window):
-            at, mask = f"model.layers.{layer}.", masks[windows.index(window)]
+            at, mask = f"model.layers.{layer}.", masks[config.windows.index(window)]
             h = _norm(config, x, weights[at + "input_layernorm.weight"])
             heads = []
             for name in "qkv":
@@ -94,9 +84,10 @@ class _Layers(nn.Module):
                     head = _rotate(head, cos, sin)
                 heads.append(head)
             q, k, v = heads
-            cached_k, cached_v = append(keys[layer], k, mask), append(values[layer], v, mask)
-            attention = scores(q, cached_k, mask).softmax(-1)
-            x = x + _linear(mix(attention, cached_v, q), weights, at + "self_attn.o_proj")
+            cached_k = kernels.append(keys[layer], k, mask)
+            cached_v = kernels.append(values[layer], v, mask)
+            attention = kernels.scores(q, cached_k, mask).softmax(-1)
+            x = x + _linear(kernels.mix(attention, cached_v, q), weights, at + "self_attn.o_proj")
             h = _norm(config, x, weights[at + "post_attention_layernorm.weight"])
             gated = functional.silu(_linear(h, weights, at + "mlp.gate_proj")) * _linear(h, weights, at + "mlp.up_proj")
             x = x + _linear(gated, weights, at + "mlp.down_proj")
@@ -115,7 +106,7 @@ class _Head(nn.Module):
 
 
 def _logits(config: ModelConfig, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return _linear(_norm(config, x, weights["model.norm.weight"]), weights, head_name(config))
+    return _linear(_norm(config, x, weights["model.norm.weight"]), weights, config.head)
 
 
 def _norm(config: ModelConfig, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -142,21 +133,6 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return rotated if 2 * half == x.shape[-1] else torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
 
-def distinct_windows(config: ModelConfig) -> list[int | None]:
-    """The sliding windows of the layers, each once: a step takes one mask for each."""
-    return list(dict.fromkeys(config.sliding_window))
-
-
-def head_name(config: ModelConfig) -> str:
-    """Name of the LM head's matrix, without its suffix."""
-    return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-
-
-def head_weights(config: ModelConfig) -> tuple[str, str]:
-    """Names of the weights that the LM head takes, in the order of its arguments."""
-    return "model.norm.weight", head_name(config) + ".weight"
-
-
 def decoder_module(config: ModelConfig, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> tvm.IRModule:
     """Exports and imports the decoder.
 
@@ -177,7 +153,7 @@ def decoder_module(config: ModelConfig, dtype: str, shapes: Mapping[str, tuple[i
         name: torch.empty(shape, dtype=act if len(shape) == 2 else torch.float32, device="meta")
         for name, shape in shapes.items()
     }
-    for_head = {name: weights[name] for name in head_weights(config)}
+    for_head = {name: weights[name] for name in ("model.norm.weight", config.head + ".weight")}
     functions = {
         "decode": _export(_Layers(config, head=True), *_example(config, act, rows=1, batch=1), weights),
         "prefill": _export(_Layers(config, head=False), *_example(config, act, rows=6, batch=2), weights),
@@ -218,7 +194,7 @@ def _example(
         torch.empty(rows, dtype=torch.int32, device="meta"),
         torch.empty((rows, 1, 1, half), device="meta"),
         torch.empty((rows, 1, 2, half), device="meta"),
-        [torch.empty((length, seen), device="meta") for _ in distinct_windows(config)],
+        [torch.empty((length, seen), device="meta") for _ in config.windows],
         [cache.clone() for _ in range(layers)],
         [cache.clone() for _ in range(layers)],
     )
@@ -226,7 +202,7 @@ def _example(
     row = {} if one else {0: dim["rows"]}
     kept = {2: dim["capacity"]} if one else {0: dim["batch"], 2: dim["capacity"]}
     mask = {1: dim["seen"]} if one else {0: dim["length"], 1: dim["seen"]}
-    dynamic = (row, row, row, [mask] * len(distinct_windows(config)), [kept] * layers, [kept] * layers)
+    dynamic = (row, row, row, [mask] * len(config.windows), [kept] * layers, [kept] * layers)
     return arguments, dynamic
 
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shipway.artefacts import artefact, cpu_target
-from shipway.errors import ShipwayError
 from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, source_of
+from shipway.routes.stepped import SteppedRoute, prepared, source_of
 
 if TYPE_CHECKING:
     import tvm
@@ -34,26 +33,22 @@ class TvmDlight(SteppedRoute):
         """Loads the checkpoint and compiles the library, or takes it from the cache.
 
         Raises:
-            ShipwayError: The checkpoint is not usable, or weights are asked for in another dtype than activations.
+            ShipwayError: The checkpoint is not usable.
         """
         started = time.perf_counter()
         import tvm
         from tvm import relax
 
         imported = time.perf_counter()
-        if spec.weights != spec.dtype:
-            raise ShipwayError(f"tvm-dlight keeps weights in the activations' dtype: pass --weights {spec.dtype}")
         tvm.get_global_func("runtime.config_threadpool")(1, spec.threads)
         checkpoint = open_checkpoint(spec.model)
         config = self._config = checkpoint.config
         placed = place(checkpoint.weights, matrices=spec.dtype, vectors="f32")
         self._weights = {name: _tensor(array) for name, array in placed.items()}
-        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        self._head_weights = [self._weights[name] for name in ("model.norm.weight", head)]
+        self._head_weights = [self._weights[name] for name in ("model.norm.weight", config.head + ".weight")]
         cos, sin = np.split(rope_table(config.rope, spec.max_context), 2, axis=-1)
         self._cos = np.ascontiguousarray(cos[:, None, None])
         self._sin = np.stack((-sin, sin), axis=1)[:, None]
-        self._windows = list(dict.fromkeys(config.sliding_window))
         self._cache: list[tvm.runtime.Tensor] = []
         self._begin(spec, config.vocab_size)
         loaded = time.perf_counter()
@@ -83,18 +78,13 @@ class TvmDlight(SteppedRoute):
         made = artefact("tvm-dlight", parts, build)
         self._machine = relax.VirtualMachine(tvm.runtime.load_module(str(made.path / _LIBRARY)), tvm.cpu())
         self._entries = {name: self._machine[name] for name in ("decode", "prefill", "last", "head")}
-        return Prepared(
-            load_s=loaded - imported,
-            import_s=imported - started,
-            compile_s=time.perf_counter() - loaded,
-            compile_cold=made.cold,
-            cold_compile_s=made.compile_s,
-            cold_date=made.made,
-            artefact_bytes=made.size,
-            notes=(
-                f"tvm {tvm.__version__}, Relax from torch.export, no tuning",
-                "schedules by the project's own CPU rules; prompt length, context and batch are dynamic",
-            ),
+        return prepared(
+            started,
+            imported,
+            loaded,
+            made,
+            f"tvm {tvm.__version__}, Relax from torch.export, no tuning",
+            "schedules by the project's own CPU rules; prompt length, context and batch are dynamic",
         )
 
     def _step(self, tokens: np.ndarray, start: int, every_row: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -108,7 +98,7 @@ class TvmDlight(SteppedRoute):
             self._cache = [tvm.runtime.empty(shape, dtype) for _ in range(2 * config.num_hidden_layers)]
         distance = np.arange(start, end)[:, None] - np.arange(end)
         masks = []
-        for window in self._windows:
+        for window in self._config.windows:
             seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             masks.append(np.where(seen, np.float32(0), np.float32(-np.inf)))
         angles = [np.concatenate([table[start:end]] * batch) for table in (self._cos, self._sin)]

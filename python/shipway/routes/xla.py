@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shipway.artefacts import artefact, cpu_target
-from shipway.errors import ShipwayError
 from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, source_of
+from shipway.routes.stepped import SteppedRoute, prepared, source_of
 
 if TYPE_CHECKING:
     import jax
@@ -37,7 +36,7 @@ class Xla(SteppedRoute):
         """Loads the checkpoint and compiles the decode steps and one prompt bucket, or takes them from the cache.
 
         Raises:
-            ShipwayError: The checkpoint is not usable, or weights are asked for in another dtype than activations.
+            ShipwayError: The checkpoint is not usable.
         """
         started = time.perf_counter()
         import jax
@@ -48,8 +47,6 @@ class Xla(SteppedRoute):
 
         jax.config.update("jax_platforms", "cpu")
         imported = time.perf_counter()
-        if spec.weights != spec.dtype:
-            raise ShipwayError(f"xla keeps weights in the activations' dtype: pass --weights {spec.dtype}")
         checkpoint = open_checkpoint(spec.model)
         config = checkpoint.config
         placed = place(checkpoint.weights, matrices=spec.dtype, vectors="f32")
@@ -82,7 +79,7 @@ class Xla(SteppedRoute):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         parts = {
             "sources": source_of(__file__, jax_decoder.__file__),
-            "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")},
+            "config": config.computation(),
             "spec": {key: value for key, value in asdict(spec).items() if key not in ("model", "compiled")},
             "target": cpu_target(),
             "jax": jax.__version__,
@@ -91,15 +88,13 @@ class Xla(SteppedRoute):
         use(made.path)
         if not made.cold:
             self._compile_first()
-        return Prepared(
-            load_s=loaded - imported,
-            import_s=imported - started,
-            compile_s=time.perf_counter() - loaded,
-            compile_cold=made.cold,
-            cold_compile_s=made.compile_s,
-            cold_date=made.made,
-            artefact_bytes=made.size,
-            notes=(f"jax {jax.__version__}", "prompts padded to powers of two, each compiled at its first use"),
+        return prepared(
+            started,
+            imported,
+            loaded,
+            made,
+            f"jax {jax.__version__}",
+            "prompts padded to powers of two, each compiled at its first use",
         )
 
     def _compile_first(self) -> None:

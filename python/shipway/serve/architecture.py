@@ -7,9 +7,7 @@ and logits is our graph of our Mojo ops. The four architectures share one model:
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from importlib.metadata import version
-from pathlib import Path
+from dataclasses import replace
 
 from max.driver import Buffer
 from max.engine import InferenceSession, Model
@@ -20,14 +18,13 @@ from max.pipelines.context import TextContext
 from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import ModelInputs, ModelOutputs
 
-from shipway.artefacts import artefact, cpu_target
 from shipway.graphs.extension import kernels_extension, source_hash
 from shipway.graphs.paged_decoder import build_paged_decoder
 from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.config import ARCHITECTURES as MODEL_CLASSES
 from shipway.model.rope import rope_table
-from shipway.routes.max_buffer import wrap
+from shipway.routes.max_model import load_model, wrap_weights
 
 
 class ServedModel(Llama3Model):
@@ -38,23 +35,22 @@ class ServedModel(Llama3Model):
         checkpoint = open_checkpoint(self.pipeline_config.model.model_path)
         config = checkpoint.config
 
-        def build(directory: Path) -> None:
-            graph = build_paged_decoder(config, self.kv_params, kernels_extension(), DeviceRef.CPU())
-            session.compile(graph).export_mef(directory / "decoder.mef")
-
         parts = {
             "sources": source_hash(),
-            "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids")},
+            "config": config.computation(),
             "page_size": self.kv_params.page_size,
-            "target": cpu_target(),
-            "max": version("max"),
         }
-        made = artefact("serve", parts, build)
-        placed = place(checkpoint.weights, matrices="f32", vectors="f32")
         # The buffers read the arrays in place: the model holds on to them.
-        self._weights = {name: wrap(array, "f32") for name, array in placed.items()}
+        self._weights = wrap_weights(place(checkpoint.weights, matrices="f32", vectors="f32"), "f32")
         self._table = Buffer.from_numpy(rope_table(config.rope, self.max_seq_len))
-        return session.init(session.compile(made.path / "decoder.mef"), weights_registry=self._weights)
+        model, _ = load_model(
+            session,
+            "serve",
+            parts,
+            lambda: build_paged_decoder(config, self.kv_params, kernels_extension(), DeviceRef.CPU()),
+            self._weights,
+        )
+        return model
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         """Runs one step: logits of each sequence's last token."""
