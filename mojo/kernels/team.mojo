@@ -59,18 +59,16 @@ struct Team(Movable):
                 return -1
             if self.members.compare_exchange(rank, rank + 1):
                 break
-        if rank + 1 == self.wanted:
-            _ = self.members.fetch_add(CLOSED)
-            return Int(rank)
         var waiting = Waiting()
         var until = perf_counter_ns() + JOIN_NS
         while True:
             var seen = self.members.load()
             if seen >= CLOSED:
                 return Int(rank)
-            waiting.poll()
-            if perf_counter_ns() > until:
+            if seen == self.wanted or perf_counter_ns() > until:
                 _ = self.members.compare_exchange(seen, seen | CLOSED)
+            else:
+                waiting.poll()
 
     def size(self) -> Int:
         """Members of the closed team."""
