@@ -1,16 +1,25 @@
-"""Charges each test's seconds to its part of the ledger and prints the account before pytest's summary."""
+"""Fixtures that several test files share, and the ledger.
+
+Each test's seconds are charged to its part of the ledger; the account is printed before pytest's summary.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import fake_routes
+from command_line import Fakes, Run
 from ledger import MINUTES, overdrawn, part_of
+from shipway.cli.main import main
+from shipway.routes.catalogue import ROUTES
 
 # Compilers started by the tests neither phone home nor install crash handlers.
 os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "false")
@@ -43,3 +52,46 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if exitstatus == pytest.ExitCode.OK and os.environ.get("CI") and overdrawn(session.config.stash[SECONDS]):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of random weights that every route serves; copy it before changing it."""
+    import tiny_checkpoints  # torch and transformers, seconds that most tests need not wait for
+
+    return str(tiny_checkpoints.make("llama3", tmp_path_factory.mktemp("llama3")))
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, not yet made; workers find the fake routes."""
+    monkeypatch.setenv("SHIPWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def run(own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process; returns exit code, stdout and stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["shipway", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """Replaces the catalogue by fake routes of the given classes."""
+
+    def use(*names: str) -> None:
+        for name in list(ROUTES):
+            monkeypatch.delitem(ROUTES, name)
+        for name in names:
+            monkeypatch.setitem(ROUTES, name, dataclasses.replace(fake_routes.info(name), name=name))
+
+    return use

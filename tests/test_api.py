@@ -1,6 +1,7 @@
 """The Python interface refuses what it cannot do in one line, before anything is loaded or sent."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 
 import fake_routes
 import shipway
-import tiny_checkpoints
 from shipway import api
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.routes.catalogue import ROUTES
@@ -20,15 +20,10 @@ from shipway.routes.catalogue import ROUTES
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHIPWAY_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         for name in ("Good", "Slow"):
             patch.setitem(ROUTES, name, dataclasses.replace(fake_routes.info(name), name=name))
         yield
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_checkpoints.make("llama3", tmp_path_factory.mktemp("llama3")))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 
 import fake_models
-import tiny_checkpoints
 from shipway.cli.bench import bench as bench_command
 from shipway.cli.main import main
 from shipway.errors import ShipwayError
@@ -26,17 +26,12 @@ TESTS = Path(__file__).parent
 BASELINE = ROUTES["torch-eager"]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_checkpoints.make("llama3", tmp_path_factory.mktemp("llama3")))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("SHIPWAY_CACHE", str(cache))
-        patch.setenv("PYTHONPATH", str(TESTS))
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
         yield cache
 
 

@@ -22,14 +22,7 @@ from shipway.sampler import Sampling
 from shipway.worker import choose_cpus
 
 SPEC = RunSpec("nowhere", "f32", "f32")
-TESTS = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SHIPWAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def start(name: str, **options: float) -> Worker:
