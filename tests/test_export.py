@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,20 @@ def test_gguf_becomes_a_directory_with_the_same_weights_and_tokens(tmp_path: Pat
     assert written.tokenizer.eos_ids == gguf.tokenizer.eos_ids
     assert written.tokenizer.bos_id == gguf.tokenizer.bos_id
     assert written.tokenizer.chat_template == gguf.tokenizer.chat_template
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_every_file_has_the_mode_the_umask_gives(umask: int, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoints.make("llama3", tmp_path / "source"))
+    (tmp_path / "out").mkdir()
+    before = os.umask(umask)
+    try:
+        write_directory(checkpoint, tmp_path / "out", "f32")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o666 & ~umask}
 
 
 def test_llama_3_divisors_are_said_as_the_scaling_they_come_from(tmp_path: Path) -> None:

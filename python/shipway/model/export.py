@@ -57,7 +57,11 @@ def write_directory(checkpoint: Checkpoint, directory: Path, matrices: str, vect
         for name, array in placed.items()
     }
     try:
-        serialize_file(tensors, str(directory / "model.safetensors"), {"format": "pt"})
+        weights = directory / "model.safetensors"
+        weights.touch()
+        mode = weights.stat().st_mode
+        serialize_file(tensors, str(weights), {"format": "pt"})
+        weights.chmod(mode)  # safetensors leaves the mode of a temporary file, which no other user may read
         (directory / "config.json").write_text(json.dumps(config, indent=1))
         if checkpoint.kind == "safetensors":
             for name in _TOKENIZER_FILES:
