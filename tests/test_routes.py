@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ def test_routes_are_listed_with_what_they_take(run: Run, tmp_path: Path) -> None
     assert code == 0
     documents = {route["name"]: route for route in json.loads((tmp_path / "r.json").read_text())["routes"]}
     assert documents.keys() == ROUTES.keys()
+    assert out.split()[:3] == ["route", "pole", "execution"]
     for name, info in ROUTES.items():
-        assert name in out
+        assert re.search(rf"^{name} +{info.pole} +{info.rung} ", out, re.MULTILINE)
         assert documents[name]["dtypes"] == list(info.dtypes)
 
 

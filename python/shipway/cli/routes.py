@@ -19,8 +19,8 @@ def state(info: RouteInfo) -> str:
 
 
 def routes(json: Json = None) -> None:
-    """List the routes: who chooses the schedule, how kernels execute, what they take, whether they run here."""
-    lines = [["route", "schedule by", "execution", "devices", "dtypes", "weights", "here", "what it is"]]
+    """List the routes: pole (who chooses the schedule), how kernels execute, what they take, whether they run here."""
+    lines = [["route", "pole", "execution", "devices", "dtypes", "weights", "here", "what it is"]]
     documents: list[dict[str, Any]] = []
     for info in ROUTES.values():
         here = state(info)
