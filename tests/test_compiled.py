@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import fake_routes
 import shipway
 import tiny_checkpoints
+from command_line import Run, assert_one_line
 from shipway.compiled import compile_model, read_compiled
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.routes.catalogue import ROUTES
@@ -122,6 +125,18 @@ def test_generate_takes_route_and_dtype_from_the_directory(compiled: Path) -> No
     result = subprocess.run([*command, "--max-new", "2", "--threads", "1"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
+
+
+@pytest.mark.parametrize("route", [name for name, info in ROUTES.items() if not info.ships])
+def test_route_that_cannot_be_compiled_names_every_one_that_can(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str
+) -> None:
+    monkeypatch.setitem(ROUTES, "newest", dataclasses.replace(fake_routes.info("Good"), ships=True))
+    ships = " or ".join(name for name, info in ROUTES.items() if info.ships)
+    assert "mojo-graph" in ships
+    code, _, err = run("compile", "--route", route, "--out", tmp_path / "out")
+    assert_one_line(code, 3, err, f"{route} has nothing to compile", f": pass --route {ships}\n")
+    assert "newest" in err
 
 
 def test_contradicting_arguments_are_refused(compiled: Path) -> None:

@@ -12,6 +12,7 @@ from shipway.cli.progress import progress
 from shipway.errors import CannotRunError
 from shipway.measure.result import SCHEMA_VERSION, write_json
 from shipway.model.resolve import DEFAULT_MODEL, resolve
+from shipway.routes.catalogue import ROUTES
 
 
 def compile(
@@ -28,6 +29,9 @@ def compile(
     from shipway.compiled import compile_model
 
     info = find_route(route)
+    if not info.ships:
+        ships = [name for name, known in ROUTES.items() if known.ships]
+        raise CannotRunError(f"{route} has nothing to compile ahead of time: pass --route {' or '.join(ships)}")
     weights = weights or dtype
     check_names(dtype, weights, "cpu")
     if (reason := info.why_not(dtype, weights, "cpu")) is not None:
