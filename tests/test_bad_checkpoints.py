@@ -212,9 +212,10 @@ def test_paths_without_a_checkpoint_say_what_is_missing(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     with pytest.raises(ShipwayError, match="does not exist"):
         open_checkpoint(tmp_path / "absent")
-    weights = tiny_checkpoints.make("llama2", tmp_path / "hf") / WEIGHTS
-    with pytest.raises(ShipwayError, match="pass its directory"):
-        open_checkpoint(weights)
+    directory = tiny_checkpoints.make("llama2", tmp_path / "hf")
+    for name in (WEIGHTS, "config.json"):
+        with pytest.raises(ShipwayError, match=f"{name} is one file of a checkpoint: pass its directory"):
+            open_checkpoint(directory / name)
 
 
 def test_a_directory_with_one_gguf_is_that_file_and_with_two_asks_which(tmp_path: Path) -> None:

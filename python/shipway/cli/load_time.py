@@ -6,13 +6,13 @@ import json as json_format
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shipway.cli.options import Json, Threads
 from shipway.cli.progress import progress
-from shipway.errors import ShipwayError
+from shipway.errors import CannotRunError, ShipwayError
 from shipway.measure.environment import describe_environment
 from shipway.measure.result import SCHEMA_VERSION, write_json
 from shipway.measure.stats import estimate
@@ -22,13 +22,32 @@ _START = """
 import json, sys, time
 began = time.perf_counter()
 import shipway
-model = shipway.load(sys.argv[1], threads=int(sys.argv[2]))
-loaded = time.perf_counter()
-next(iter(model.generate("The", max_new=1, greedy=True)))
-first = time.perf_counter()
-model.close()
+from shipway.errors import ShipwayError
+try:
+    model = shipway.load(sys.argv[1], threads=int(sys.argv[2]))
+    loaded = time.perf_counter()
+    next(iter(model.generate("The", max_new=1, greedy=True)))
+    first = time.perf_counter()
+    model.close()
+except ShipwayError as error:
+    print(" ".join(str(error).split()), file=sys.stderr)
+    sys.exit(error.exit_code)
 print(json.dumps({"load_s": loaded - began, "first_token_s": first - began, "compiled": model.prepared.compile_cold}))
 """
+
+
+def _start(path: Path, threads: int) -> dict[str, Any]:
+    """Times one start; an error of it is raised here, as what it was there."""
+    from shipway.client import WorkerError
+
+    command = [sys.executable, "-c", _START, str(path), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1]
+        kinds = {kind.exit_code: kind for kind in (ShipwayError, CannotRunError)}
+        raise kinds.get(done.returncode, WorkerError)(f"{path} does not load: {reason}")
+    sample: dict[str, Any] = json_format.loads(done.stdout.splitlines()[-1])
+    return sample
 
 
 def load_time(
@@ -40,19 +59,17 @@ def load_time(
 ) -> None:
     """Time shipway.load of a directory in fresh processes, import of the package included."""
     from shipway.api import check_threads
+    from shipway.model.checkpoint import open_checkpoint
+    from shipway.model.resolve import resolve
 
     threads = check_threads(threads)
+    path = resolve(directory)
+    open_checkpoint(path)  # what holds no model is refused before anything is started
     samples = []
     with progress() as show:
         for run in range(runs):
             show(f"start {run + 1} of {runs}")
-            result = subprocess.run(
-                [sys.executable, "-c", _START, str(directory), str(threads)], capture_output=True, text=True
-            )
-            if result.returncode:
-                lines = result.stderr.strip().splitlines()
-                raise ShipwayError(f"{directory} does not load: {lines[-1] if lines else 'no message'}")
-            samples.append(json_format.loads(result.stdout.splitlines()[-1]))
+            samples.append(_start(path, threads))
     load = estimate([sample["load_s"] for sample in samples])
     first = estimate([sample["first_token_s"] for sample in samples])
     held = load.median <= limit

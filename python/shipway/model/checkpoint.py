@@ -64,8 +64,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         path = _only_gguf(path)
     elif not path.exists():
         raise ShipwayError(f"{path} does not exist")
-    elif path.suffix == ".safetensors":
-        raise ShipwayError(f"{path} is one file of a checkpoint: pass its directory, which also holds config.json")
+    elif path.suffix in (".safetensors", ".json"):
+        raise ShipwayError(f"{path} is one file of a checkpoint: pass its directory")
     return _open_gguf(path)
 
 
