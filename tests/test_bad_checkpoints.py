@@ -126,7 +126,11 @@ TOKENIZERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "settings corrupt": (lambda d: truncate(d / "tokenizer_config.json", 9), r"tokenizer_config\.json is not valid"),
     "template is a number": (
         lambda d: edit_json(d / "tokenizer_config.json", lambda t: t.update(chat_template=3)),
-        "chat_template must be a text",
+        r"tokenizer_config\.json: chat_template must be a text",
+    ),
+    "EOS of the generation config is a word": (
+        lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "two"}'),
+        r"generation_config\.json: eos_token_id must be an id or a list of ids, not 'two'",
     ),
     "larger than the vocabulary": (
         lambda d: edit_json(
@@ -149,6 +153,39 @@ def test_a_faulty_tokenizer_is_one_clear_line(fault: str, tmp_path: Path) -> Non
     with pytest.raises(ShipwayError, match=said) as caught:
         _ = open_checkpoint(directory).tokenizer
     assert "\n" not in str(caught.value)
+    assert str(directory) in str(caught.value)
+
+
+BROKEN = "{% if %}"
+
+
+def write_template(directory: Path, name: str) -> None:
+    """Writes a broken chat template into the file ``name``, and none into those that come before it."""
+    edit_json(directory / "tokenizer_config.json", lambda t: t.pop("chat_template"))
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    if name.endswith(".jinja"):
+        (directory / name).write_text(BROKEN)
+    else:
+        file = directory / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | {"chat_template": BROKEN}))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_a_broken_chat_template_names_its_file(name: str, tmp_path: Path) -> None:
+    directory = tiny_checkpoints.make("llama2", tmp_path)
+    write_template(directory, name)
+    with pytest.raises(ShipwayError, match=r": the chat template fails: Expected an expression") as caught:
+        open_checkpoint(directory).tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert str(caught.value).startswith(f"{directory / name}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_chat_template_of_a_gguf_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_checkpoints, "CHAT_TEMPLATE", BROKEN)
+    path = gguf_file(tmp_path)
+    with pytest.raises(ShipwayError) as caught:
+        open_checkpoint(path).tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert str(caught.value).startswith(f"{path}: the chat template fails: Expected an expression")
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizer_is_fine(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         eos_ids=tuple(dict.fromkeys(i for i in (ids["eos_token"], token_id("eot"), token_id("eom")) if i is not None)),
         special_tokens={name: tokens[i] for name, i in ids.items() if i is not None},
         chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template_file=file.path,
     )
 
 

@@ -36,6 +36,7 @@ class Tokenizer:
         eos_ids: Every token that ends a sequence, by tokenizer, generation and model configuration together.
         special_tokens: Text of named special tokens for the template (``bos_token`` and the like).
         chat_template: Jinja source, or ``None``.
+        chat_template_file: The file :attr:`chat_template` comes from.
     """
 
     backend: Backend
@@ -45,6 +46,7 @@ class Tokenizer:
     eos_ids: tuple[int, ...]
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
+    chat_template_file: Path | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +83,7 @@ class Tokenizer:
             template = _template_environment().from_string(self.chat_template)
             return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
         except (TemplateError, TypeError, ValueError) as problem:
-            raise ShipwayError(f"the chat template fails: {problem}") from None
+            raise ShipwayError(f"{self.chat_template_file}: the chat template fails: {problem}") from None
 
 
 class TextStream:
@@ -145,10 +147,14 @@ def hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     named = {key: text for key, value in settings.items() if key.endswith("_token") and (text := _token_text(value))}
     bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else config.bos_id
     eos = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
-    eos += [*token_ids(generation.get("eos_token_id"), "eos_token_id"), *config.eos_ids]
+    try:
+        eos += [*token_ids(generation.get("eos_token_id"), "eos_token_id"), *config.eos_ids]
+    except ShipwayError as problem:
+        raise ShipwayError(f"{directory / 'generation_config.json'}: {problem}") from None
     adds_bos = settings.get("add_bos_token")
     if adds_bos is None:  # then the post-processor in tokenizer.json decides
         adds_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
+    template, template_file = _hf_template(directory, settings)
     return Tokenizer(
         backend=backend,
         kind="tokenizer.json",
@@ -156,25 +162,30 @@ def hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
         bos_id=bos_id,
         eos_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
         special_tokens=named,
-        chat_template=_hf_template(directory, settings),
+        chat_template=template,
+        chat_template_file=template_file,
     )
 
 
-def _hf_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+def _hf_template(directory: Path, settings: Mapping[str, Any]) -> tuple[str | None, Path]:
+    """Returns the template, if there is one, and the file that holds it or was looked at last."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text("utf-8")
+            return file.read_text("utf-8"), file
         except (OSError, UnicodeDecodeError) as problem:
             raise ShipwayError(f"cannot read {file}: {problem}") from None
-    template = settings.get("chat_template") or _optional_json(directory / "chat_template.json").get("chat_template")
+    template, file = settings.get("chat_template"), directory / "tokenizer_config.json"
+    if not template:
+        file = directory / "chat_template.json"
+        template = _optional_json(file).get("chat_template")
     if isinstance(template, list):  # several, each with its name
         template = next(
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )
     if template is not None and not isinstance(template, str):
-        raise ShipwayError(f"{directory}: chat_template must be a text or a list of named texts, not {template!r}")
-    return template
+        raise ShipwayError(f"{file}: chat_template must be a text or a list of named texts, not {template!r}")
+    return template, file
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
