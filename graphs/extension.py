@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shipway.errors import CannotRunError, ShipwayError
+from shipway.errors import CannotRunError, ShipwayError, this_python
 from shipway.model.resolve import cache_dir
 
 KERNELS = Path(__file__).parent.parent / "mojo" / "kernels"
@@ -56,7 +56,8 @@ def _precompile(target: Path) -> None:
     try:
         from mojo.run import subprocess_run_mojo
     except ImportError as error:
-        raise CannotRunError("the Mojo compiler is missing: pip install mojo==1.2.0") from error
+        remedy = this_python("-m pip install mojo==1.2.0")
+        raise CannotRunError(f"the Mojo compiler is missing: {remedy}") from error
     result = subprocess_run_mojo(
         ["precompile", str(KERNELS), "-o", str(target)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

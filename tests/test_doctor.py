@@ -9,6 +9,7 @@ import pytest
 import fake_routes
 from command_line import Run
 from shipway.cli import doctor
+from shipway.errors import this_python
 from shipway.routes.catalogue import ROUTES
 
 
@@ -20,7 +21,7 @@ def test_doctor_finds_wrong_and_missing_versions(monkeypatch: pytest.MonkeyPatch
     checks = {check.name: check for check in doctor._package_checks()}
     assert checks["torch"].status == "ok"
     assert checks["max"].status == "fail"
-    assert checks["max"].remedy == f"pip install max=={pins['max']}"
+    assert checks["max"].remedy == this_python(f"-m pip install max=={pins['max']}")
     assert checks["mojo"].status == "fail"
 
 

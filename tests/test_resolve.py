@@ -130,7 +130,7 @@ def test_a_python_without_pip_says_how_to_get_it(cache: Path, monkeypatch: pytes
     python.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(CannotRunError, match="ensurepip"):
+    with pytest.raises(CannotRunError, match=f"run {python} -m ensurepip"):
         resolve(DEFAULT_MODEL)
 
 

