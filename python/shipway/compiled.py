@@ -83,7 +83,7 @@ def compile_model(
         CannotRunError: The route ships no artefact.
     """
     if not info.ships:
-        raise CannotRunError(f"{info.name} has nothing to compile ahead of time: pass --route mojo-graph")
+        raise CannotRunError(f"{info.name} has nothing to compile ahead of time")
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ShipwayError(f"{out} is in the way: name a directory that does not exist yet")

@@ -1,5 +1,6 @@
 """Every route the project knows, by the name a user types."""
 
+from shipway.errors import this_python
 from shipway.routes.route import RouteInfo
 
 ROUTES = {
@@ -14,7 +15,7 @@ ROUTES = {
             dtypes=("f32", "bf16"),
             weight_formats=("f32", "bf16"),
             requires=("torch",),
-            remedy="pip install torch==2.13.0",
+            remedy=this_python("-m pip install torch==2.13.0"),
             summary="plain PyTorch module, one launch per op: the baseline",
             own_dtype_only=True,
         ),
@@ -27,7 +28,7 @@ ROUTES = {
             dtypes=("f32", "bf16"),
             weight_formats=("f32", "bf16", "f16"),
             requires=("max", "mojo"),
-            remedy="pip install max==26.7.0 mojo==1.2.0",
+            remedy=this_python("-m pip install max==26.7.0 mojo==1.2.0"),
             ships=True,
             summary="our Mojo kernels composed into one MAX graph",
         ),
@@ -40,7 +41,7 @@ ROUTES = {
             dtypes=("f32", "bf16"),
             weight_formats=("f32", "bf16"),
             requires=("torch",),
-            remedy="pip install torch==2.13.0",
+            remedy=this_python("-m pip install torch==2.13.0"),
             summary="PyTorch through Inductor: max-autotune, frozen weights",
             own_dtype_only=True,
         ),
@@ -53,7 +54,7 @@ ROUTES = {
             dtypes=("f32", "bf16"),
             weight_formats=("f32", "bf16"),
             requires=("max",),
-            remedy="pip install max==26.7.0",
+            remedy=this_python("-m pip install max==26.7.0"),
             ships=True,
             summary="MAX's own ops in one graph, none of ours",
             own_dtype_only=True,
@@ -67,7 +68,7 @@ ROUTES = {
             dtypes=("f32", "bf16"),
             weight_formats=("f32", "bf16"),
             requires=("jax", "jaxlib"),
-            remedy="pip install jax==0.10.2 jaxlib==0.10.2",
+            remedy=this_python("-m pip install jax==0.10.2 jaxlib==0.10.2"),
             summary="the decoder in JAX, compiled by XLA",
             own_dtype_only=True,
         ),
@@ -80,7 +81,7 @@ ROUTES = {
             dtypes=("f32", "bf16"),
             weight_formats=("f32", "bf16"),
             requires=("tvm", "tvm_ffi"),
-            remedy="pip install apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1",
+            remedy=this_python("-m pip install apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1"),
             summary="torch.export into TVM, scheduled by our dlight rules without search",
             own_dtype_only=True,
         ),
