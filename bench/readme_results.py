@@ -86,13 +86,19 @@ def section(path: Path, result: Result) -> str:
     return "\n".join(lines)
 
 
+def revision(document: dict[str, Any]) -> str:
+    """Returns the commit the figures were taken at."""
+    return str(document["environment"]["git_revision"])[:12]
+
+
 def interop_lines(path: Path, document: dict[str, Any]) -> str:
     """Returns what a call costs at each door, from bench/interop_overhead.py."""
     doors = ", ".join(
         f"`{name}` {statistics.median(seconds) * 1e6:.0f} us" for name, seconds in document["seconds_per_call"].items()
     )
     return (
-        f"**Cost of a call** on {document['environment']['cpu']} ([{path.name}](bench/results/{path.name})): {doors}.\n"
+        f"**Cost of a call** on {document['environment']['cpu']}, revision {revision(document)}"
+        f" ([{path.name}](bench/results/{path.name})): {doors}.\n"
     )
 
 
@@ -101,9 +107,9 @@ def load_lines(path: Path, document: dict[str, Any]) -> str:
     samples = document["samples"]
     load, first = (statistics.median(sample[key] for sample in samples) for key in ("load_s", "first_token_s"))
     return (
-        f"**Start of a compiled model** (SmolLM2-135M-Instruct, bf16) on {document['environment']['cpu']}"
-        f" ([{path.name}](bench/results/{path.name})): `shipway.load` {load:.2f} s, first token {first:.2f} s,"
-        f" median of {len(samples)} fresh processes.\n"
+        f"**Start of a compiled model** (SmolLM2-135M-Instruct, bf16) on {document['environment']['cpu']}, revision"
+        f" {revision(document)} ([{path.name}](bench/results/{path.name})): `shipway.load` {load:.2f} s, first token"
+        f" {first:.2f} s, median of {len(samples)} fresh processes.\n"
     )
 
 

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +138,19 @@ def test_whoever_has_the_last_token_has_a_free_worker() -> None:
         assert [next(tokens)[1], next(tokens)[1]] == [None, "length"]
         assert worker.call("prefill", tokens=[[4]]) == [fake_routes.following(4)]
         assert list(tokens) == []
+
+
+@pytest.mark.parametrize("leave", [lambda tokens: tokens.close(), lambda tokens: None], ids=["closed", "dropped"])
+def test_leaving_a_finished_generation_does_not_end_the_next(leave: Callable[[Generator], object]) -> None:
+    with start("Slow") as worker:
+        worker.prepare(SPEC)
+        tokens = worker.generate([1], 2, fake_routes.VOCAB, [], Sampling())
+        next(tokens), next(tokens)
+        following = worker.generate([1], 9, fake_routes.VOCAB, [], Sampling())
+        next(following)
+        leave(tokens)
+        del tokens
+        assert [finish for _, finish in following] == [None] * 7 + ["length"]
 
 
 def test_second_call_during_a_generation_is_refused() -> None:

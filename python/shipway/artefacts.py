@@ -134,8 +134,11 @@ def shipped(directory: Path, kind: str, parts: Mapping[str, object]) -> Artefact
     if differing := _differences(found, json.loads(_text({"route": kind} | dict(parts)))):
         raise ShipwayError(f"{directory} was compiled for {'; '.join(differing)}: make it again with shipway compile")
     here = _hashes(directory)
-    if damaged := sorted(name for name in files.keys() | here.keys() if files.get(name) != here.get(name)):
-        raise ShipwayError(f"{directory / damaged[0]} is damaged: make it again with shipway compile")
+    if wrong := sorted(name for name in files.keys() | here.keys() if files.get(name) != here.get(name)):
+        how = (
+            "is missing" if wrong[0] not in here else "does not belong there" if wrong[0] not in files else "is damaged"
+        )
+        raise ShipwayError(f"{directory / wrong[0]} {how}: make the compiled model again with shipway compile")
     return _read(directory, cold=False)
 
 

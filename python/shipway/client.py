@@ -158,16 +158,17 @@ class Worker:
         self._await_turn()
         try:
             self._send("generate", arguments | {"sampling": dataclasses.asdict(sampling)})
-            while "token" in (message := self._receive("generate")):
-                token, finish = message["token"], message["finish"]
-                if finish is not None:  # the reply is read first: whoever takes the last token has a free worker
-                    message = self._receive("generate")
-                yield token, finish
-                if finish is not None:
-                    break
+            while "token" in (message := self._receive("generate")) and message["finish"] is None:
+                yield message["token"], None
+            last = message
+            if "token" in last:  # the reply is read first: whoever takes the last token has a free worker
+                message = self._receive("generate")
         except BaseException:
             self._abandon({"call": "stop"})
             raise
+        # From here on the worker may be another's: leaving stops nothing any more.
+        if "token" in last:
+            yield last["token"], last["finish"]
         self._value("generate", message)
 
     def check_usable(self) -> None:

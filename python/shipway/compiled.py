@@ -18,6 +18,7 @@ from shipway.client import Worker
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.export import write_directory
+from shipway.routes.catalogue import ROUTES
 from shipway.routes.route import Prepared, RouteInfo, RunSpec
 
 _MANIFEST, _ARTEFACT, _VERSION = "shipway.json", "compiled", 1
@@ -44,7 +45,7 @@ def read_compiled(path: Path) -> CompiledModel | None:
     """Returns what the compiled model in ``path`` was made for, or ``None`` when it is an ordinary checkpoint.
 
     Raises:
-        ShipwayError: Its ``shipway.json`` is damaged or of another version.
+        ShipwayError: Its ``shipway.json`` is damaged, of another version, or names what no route compiles.
     """
     manifest = path / _MANIFEST
     if not manifest.is_file():
@@ -53,7 +54,14 @@ def read_compiled(path: Path) -> CompiledModel | None:
         said = json.loads(manifest.read_text())
         if said["version"] != _VERSION:
             raise ShipwayError(f"{manifest} is of version {said['version']}, not {_VERSION}: compile the model again")
-        return CompiledModel(said["route"], said["dtype"], said["weights"], str(path / _ARTEFACT))
+        route, dtype, weights = said["route"], said["dtype"], said["weights"]
+        info = ROUTES.get(route)
+        if info is None or not info.ships or dtype not in info.dtypes or weights not in info.weight_formats:
+            raise ShipwayError(
+                f"{manifest} names what is never compiled: route {route}, dtype {dtype}, weights {weights}: "
+                "compile the model again"
+            )
+        return CompiledModel(route, dtype, weights, str(path / _ARTEFACT))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShipwayError(f"{manifest} is damaged: compile the model again") from error
 

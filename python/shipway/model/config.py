@@ -82,8 +82,8 @@ class ModelConfig:
             )
         if self.rope.rotary_dim > self.head_dim:
             raise ShipwayError(f"rotary dimension {self.rope.rotary_dim} exceeds head_dim {self.head_dim}")
-        if self.rms_norm_eps < 0:
-            raise ShipwayError(f"rms_norm_eps must be a number from 0, not {self.rms_norm_eps}")
+        if not 0 <= self.rms_norm_eps < 1:
+            raise ShipwayError(f"rms_norm_eps must be from 0 and below 1, not {self.rms_norm_eps}")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shipway.errors import ShipwayError
 
-_LARGEST = 1e300  # not NaN, not infinite, and a float can hold it
+_LARGEST = 3e38  # what a float32 holds
 KINDS = ("none", "linear", "llama3", "yarn")
 
 
@@ -175,5 +175,5 @@ def number(values: Mapping[str, Any], key: str, default: float | None = None) ->
     if value is None:
         raise ShipwayError(f"the configuration lacks {key}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
-        raise ShipwayError(f"{key} must be a number, not {value!r}")
+        raise ShipwayError(f"{key} must be a number that a float32 holds, not {value!r}")
     return float(value)
