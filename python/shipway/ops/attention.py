@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill, ragged, sequences
-from shipway.ops.op import Case, Dim, Inputs, KnownFailure, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.implementations import compiled_rows, rows, torch_row
+from shipway.ops.op import Case, Dim, Inputs, KnownFailure, Op, Output, Property, Runner
 from shipway.ops.properties import repeatable
 
 
@@ -422,7 +423,7 @@ ATTENTION_PREFILL = Op(
                 _leaks("keys_before_the_window_are_not_read", BEHIND_WINDOW.with_dims(length=1)),
             ),
         ),
-        mojo_row("attention_prefill"),
+        *compiled_rows("attention_prefill"),
     ),
 )
 
@@ -444,6 +445,6 @@ ATTENTION_DECODE = Op(
     properties=(*SHARED, Property("order_of_the_keys_does_not_matter", _permuted)),
     implementations=rows(
         torch_row(_torch, known=(_leaks("keys_before_the_window_are_not_read", BEHIND_WINDOW),)),
-        mojo_row("attention_decode"),
+        *compiled_rows("attention_decode"),
     ),
 )

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill
-from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.implementations import compiled_rows, rows, torch_row
+from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import repeatable, row_alone
 
 
@@ -63,5 +64,5 @@ OP = Op(
         Property("special_values_are_copied", _special_values_are_copied),
         Property("first_and_last_row", _first_and_last),
     ),
-    implementations=rows(torch_row(_torch, bitwise=True), mojo_row("embedding")),
+    implementations=rows(torch_row(_torch, bitwise=True), *compiled_rows("embedding")),
 )

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill, weights
+from shipway.ops.implementations import compiled_rows, rows, torch_row
 from shipway.ops.linear import DIMS, FILLS, product
-from shipway.ops.op import Case, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.op import Case, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
 
 
@@ -99,5 +100,5 @@ OP = Op(
         Property("linear_in_up", _linear_in_up),
         Property("large_gates_saturate", _saturates),
     ),
-    implementations=rows(torch_row(_torch), mojo_row("gate_up_silu")),
+    implementations=rows(torch_row(_torch), *compiled_rows("gate_up_silu")),
 )

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill
-from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.implementations import compiled_rows, rows, torch_row
+from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import repeatable, row_alone
 
 
@@ -95,5 +96,5 @@ OP = Op(
         Property("all_nan_gives_zero", _choice(_only(np.nan))),
         Property("all_minus_infinity_gives_zero", _choice(_only(-np.inf))),
     ),
-    implementations=rows(torch_row(_torch, bitwise=True), mojo_row("greedy")),
+    implementations=rows(torch_row(_torch, bitwise=True), *compiled_rows("greedy")),
 )

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill, weights
-from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.implementations import compiled_rows, rows, torch_row
+from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
 
 DIMS = {
@@ -109,7 +110,7 @@ LINEAR = Op(
         Property("zero_padding_of_k_changes_nothing", _padded),
         Property("columns_alone", _columns_alone),
     ),
-    implementations=rows(torch_row(_torch_linear), mojo_row("linear")),
+    implementations=rows(torch_row(_torch_linear), *compiled_rows("linear")),
 )
 
 LINEAR_RESIDUAL = Op(
@@ -128,5 +129,5 @@ LINEAR_RESIDUAL = Op(
         poisoned_row_stays("out", "x"),
         Property("zero_x_returns_the_residual", _zero_product),
     ),
-    implementations=rows(torch_row(_torch_residual), mojo_row("linear_residual")),
+    implementations=rows(torch_row(_torch_residual), *compiled_rows("linear_residual")),
 )

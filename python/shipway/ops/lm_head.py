@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill, weights
+from shipway.ops.implementations import compiled_rows, torch_row
+from shipway.ops.implementations import rows as table
 from shipway.ops.linear import FILLS, product
-from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner, mojo_row, torch_row
-from shipway.ops.op import rows as table
+from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import repeatable, row_alone
 
 
@@ -63,5 +64,5 @@ OP = Op(
         row_alone("out", "rows"),
         Property("rows_not_asked_for_are_not_read", _other_rows_unread),
     ),
-    implementations=table(torch_row(_torch), mojo_row("lm_head")),
+    implementations=table(torch_row(_torch), *compiled_rows("lm_head")),
 )

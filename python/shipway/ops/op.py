@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -223,43 +222,3 @@ class Op:
     implementations: Mapping[str, Implementation]
     mutates: tuple[str, ...] = ()
     scales: tuple[float, ...] = (1.0, 1e-4, 1e-2, 30.0, 1e4)
-
-
-def rows(*implementations: Implementation) -> Mapping[str, Implementation]:
-    """The table of an op's implementations by name."""
-    return {row.name: row for row in implementations}
-
-
-def torch_row(
-    make: Callable[[str], Callable[..., Any]], *, bitwise: bool = False, known: tuple[KnownFailure, ...] = ()
-) -> Implementation:
-    """The plain PyTorch row: ``make(dtype)`` returns a function on torch CPU tensors."""
-    return Implementation(
-        "torch",
-        lambda dtype, head_dim: make(dtype),
-        ("f32", "bf16"),
-        strided="handled",
-        bitwise=bitwise,
-        requires=("torch",),
-        known=known,
-    )
-
-
-def mojo_row(op: str) -> Implementation:
-    """Our Mojo CPU kernel, one MAX graph per op; all ops of a dtype and head_dim compile together."""
-    return Implementation(
-        "mojo",
-        lambda dtype, head_dim: _mojo_ops(dtype, head_dim)[op],
-        ("f32", "bf16"),
-        strided="refused",
-        bitwise=True,
-        compiled=True,
-        requires=("max", "mojo"),
-    )
-
-
-@lru_cache
-def _mojo_ops(dtype: str, head_dim: int) -> Mapping[str, Callable[..., Any]]:
-    from shipway.graphs.single_op import load_ops
-
-    return load_ops(dtype, head_dim)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill, ragged, sequences, weights
+from shipway.ops.implementations import compiled_rows, rows, torch_row
 from shipway.ops.linear import product
-from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import repeatable
 from shipway.ops.rms_norm import rms_norm
 from shipway.ops.rope import rotate, rotated_magnitude, table_of
@@ -316,5 +317,5 @@ OP = Op(
         Property("token_by_token_is_the_prefill", _token_by_token),
         Property("sequence_alone", _sequence_alone),
     ),
-    implementations=rows(torch_row(_torch), mojo_row("qkv_rope_append")),
+    implementations=rows(torch_row(_torch), *compiled_rows("qkv_rope_append")),
 )

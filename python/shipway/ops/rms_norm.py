@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill
-from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner, mojo_row, rows, torch_row
+from shipway.ops.implementations import compiled_rows, rows, torch_row
+from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
 
 
@@ -110,5 +111,5 @@ OP = Op(
         Property("eps_decides_small_rows", _eps_decides),
         Property("large_values_stay_finite", _large_values),
     ),
-    implementations=rows(torch_row(_torch), mojo_row("rms_norm")),
+    implementations=rows(torch_row(_torch), *compiled_rows("rms_norm")),
 )

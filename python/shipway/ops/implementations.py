@@ -1,0 +1,63 @@
+"""Rows of the ops' tables: one function per kind of implementation, and every row an op has beside PyTorch's.
+
+A compiled implementation is a module with ``load_ops(dtype, head_dim)``, which returns a callable per op on torch CPU
+tensors. It is imported when a row first runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from shipway.ops.op import Implementation, KnownFailure
+
+
+def rows(*implementations: Implementation) -> Mapping[str, Implementation]:
+    """The table of an op's implementations by name."""
+    return {row.name: row for row in implementations}
+
+
+def torch_row(
+    make: Callable[[str], Callable[..., Any]], *, bitwise: bool = False, known: tuple[KnownFailure, ...] = ()
+) -> Implementation:
+    """The plain PyTorch row: ``make(dtype)`` returns a function on torch CPU tensors."""
+    return Implementation(
+        "torch",
+        lambda dtype, head_dim: make(dtype),
+        ("f32", "bf16"),
+        strided="handled",
+        bitwise=bitwise,
+        requires=("torch",),
+        known=known,
+    )
+
+
+def compiled_rows(op: str, known: Mapping[str, tuple[KnownFailure, ...]] | None = None) -> tuple[Implementation, ...]:
+    """Every compiled row of an op.
+
+    Args:
+        op: Name of the op.
+        known: Declared failures by row.
+    """
+    return (_mojo_row(op),)
+
+
+def _mojo_row(op: str) -> Implementation:
+    """Our Mojo CPU kernel, one MAX graph per op; all ops of a dtype and head_dim compile together."""
+    return Implementation(
+        "mojo",
+        lambda dtype, head_dim: _loaded("shipway.graphs.single_op", dtype, head_dim)[op],
+        ("f32", "bf16"),
+        strided="refused",
+        bitwise=True,
+        compiled=True,
+        requires=("max", "mojo"),
+    )
+
+
+@lru_cache
+def _loaded(module: str, dtype: str, head_dim: int) -> Mapping[str, Callable[..., Any]]:
+    loaded: Mapping[str, Callable[..., Any]] = import_module(module).load_ops(dtype, head_dim)
+    return loaded
