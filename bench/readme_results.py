@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from shipway.measure.result import Result, Start, read_result
-from shipway.measure.stats import Estimate
+from shipway.measure.stats import Estimate, estimate
 from shipway.report.decision import decide
+from shipway.report.serving import figures
 from shipway.report.summary import Row, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +41,12 @@ def starts(recorded: list[Start]) -> str:
     cold = next((start["total_s"] for start in recorded if start["compile_cold"]), None)
     warm = next((start["total_s"] for start in recorded if not start["compile_cold"]), None)
     return " / ".join("-" if seconds is None else f"{seconds:.1f}" for seconds in (cold, warm))
+
+
+def _short(git_revision: object) -> str:
+    """Returns 12 digits of a commit, and whether the tree had other changes."""
+    commit, dirty, _ = str(git_revision).partition("-dirty")
+    return commit[:12] + dirty
 
 
 def columns(row: Row, baseline: str) -> dict[str, str]:
@@ -73,7 +80,7 @@ def section(path: Path, result: Result) -> str:
         f"**{work['model']}**, {work['parameters'] / 1e6:.0f}M parameters, {work['prompt_tokens']} prompt +"
         f" {work['new_tokens']} new tokens, batch {work['batch']}, on {machine['cpu']}, {machine['threads']} threads;"
         f" {versions}; {work['rounds']} interleaved rounds, medians with 95% intervals; ${price['usd_per_hour']:g}/hour"
-        f" ({price['machine']}); {result['created'][:10]}, revision {str(machine['git_revision'])[:12]}"
+        f" ({price['machine']}); {result['created'][:10]}, revision {_short(machine['git_revision'])}"
         f" ([{path.name}](bench/results/{path.name})).",
         "",
         "| " + " | ".join(rows[0]) + " |",
@@ -88,7 +95,7 @@ def section(path: Path, result: Result) -> str:
 
 def revision(document: dict[str, Any]) -> str:
     """Returns the commit the figures were taken at."""
-    return str(document["environment"]["git_revision"])[:12]
+    return _short(document["environment"]["git_revision"])
 
 
 def interop_lines(path: Path, document: dict[str, Any]) -> str:
@@ -113,7 +120,26 @@ def load_lines(path: Path, document: dict[str, Any]) -> str:
     )
 
 
-OTHERS = {"interop-overhead": interop_lines, "load-time": load_lines}
+def serve_lines(path: Path, document: dict[str, Any]) -> str:
+    """Returns the throughput of MAX's server with our architecture and with its own, from ``shipway bench-serve``."""
+    work, verdict = document["workload"], document["verdict"]
+    if not verdict["ok"]:
+        raise ValueError(f"{path.name}: the two servers' tokens differ")
+    apart = f"{verdict['first_apart']} prompts apart at near-ties" if verdict["first_apart"] else "all equal"
+    ours, stock = (
+        f"{server['server']} {cell(estimate(figures(server, work['new_tokens'])['tokens_s']), 1)}"
+        for server in document["servers"]
+    )
+    return (
+        f"**Under MAX's server** ({work['model']}, f32, {work['concurrency']} requests in flight of about"
+        f" {work['prompt_tokens']} + {work['new_tokens']} tokens, {work['rounds']} rounds) on"
+        f" {document['environment']['cpu']}, revision {revision(document)}"
+        f" ([{path.name}](bench/results/{path.name})): output tokens/s {ours}, {stock}; {verdict['tokens']} greedy"
+        f" tokens compared, all equal. The servers ran one after the other.\n"
+    )
+
+
+OTHERS = {"bench-serve": serve_lines, "interop-overhead": interop_lines, "load-time": load_lines}
 
 
 def recorded(path: Path) -> str:
