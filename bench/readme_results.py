@@ -135,7 +135,7 @@ def serve_lines(path: Path, document: dict[str, Any]) -> str:
         f" {work['prompt_tokens']} + {work['new_tokens']} tokens, {work['rounds']} rounds) on"
         f" {document['environment']['cpu']}, revision {revision(document)}"
         f" ([{path.name}](bench/results/{path.name})): output tokens/s {ours}, {stock}; {verdict['tokens']} greedy"
-        f" tokens compared, all equal. The servers ran one after the other.\n"
+        f" tokens compared, {apart}. The servers ran one after the other.\n"
     )
 
 

@@ -72,6 +72,11 @@ def rms_norm(x: TensorValue, weight: TensorValue, eps: float | TensorValue, act:
     return _call("rms_norm", [x, weight, eps], act, x.shape)
 
 
+def rope(x: TensorValue, table: TensorValue, positions: TensorValue) -> TensorValue:
+    """Rotates act x ``[T, heads, head_dim]`` by the rows int32 positions ``[T]`` of table ``[P, rotary_dim]``."""
+    return _call("rope", [x, table, positions], x.dtype, x.shape)
+
+
 def qkv_rope_append(
     x: TensorValue,
     weights: tuple[TensorValue, TensorValue, TensorValue],
@@ -152,6 +157,11 @@ def linear_residual(x: TensorValue, w: TensorValue, residual: TensorValue) -> Te
 def gate_up_silu(x: TensorValue, gate: TensorValue, up: TensorValue) -> TensorValue:
     """silu(x @ gate^T) * (x @ up^T): act x ``[T, K]``, matrices ``[N, K]`` -> act ``[T, N]``."""
     return _call("gate_up_silu", [x, gate, up], x.dtype, [x.shape[0], gate.shape[0]])
+
+
+def mlp(x: TensorValue, gate: TensorValue, up: TensorValue, down: TensorValue, residual: TensorValue) -> TensorValue:
+    """residual + gate_up_silu @ down^T: act x ``[T, K]``, down ``[K, N]``, residual and result f32 ``[T, K]``."""
+    return linear_residual(gate_up_silu(x, gate, up), down, residual)
 
 
 @dataclass(frozen=True)
@@ -249,3 +259,15 @@ def greedy(logits: TensorValue) -> TensorValue:
 def probe_read(x: TensorValue) -> TensorValue:
     """Reads f32 x ``[n]`` once on all workers -> its sum ``[1]``."""
     return _call("probe_read", [x], DType.float32, [1])
+
+
+def sample(
+    logits: TensorValue,
+    uniform: TensorValue,
+    temperature: TensorValue,
+    top_k: TensorValue,
+    top_p: TensorValue,
+    vocab: TensorValue,
+) -> TensorValue:
+    """Token of each row of f32 logits ``[R, V]`` under f32 uniform ``[R]``, scalars on the CPU -> int32 ``[R]``."""
+    return _call("sample", [logits, uniform, temperature, top_k, top_p, vocab], DType.int32, [logits.shape[0]])

@@ -28,6 +28,7 @@ _CACHE = (_ACT, "slots", "layers", 2, "capacity", "kv_heads", "D")
 SIGNATURES: Mapping[str, Mapping[str, tuple[Any, ...] | type]] = {
     "embedding": {"ids": (_INDEX, "T"), "table": (_ACT, "V", "K")},
     "rms_norm": {"x": (_F32, "T", "K"), "weight": (_F32, "K"), "eps": float},
+    "rope": {"x": (_ACT, "T", "H", "Dx"), "table": (_F32, "positions", "R"), "positions": (_INDEX, "T")},
     "qkv_rope_append": {
         "x": (_ACT, "T", "K"),
         "wq": (_ACT, "Nq", "K"),
@@ -57,8 +58,23 @@ SIGNATURES: Mapping[str, Mapping[str, tuple[Any, ...] | type]] = {
     "linear": {"x": (_ACT, "T", "K"), "w": (_ACT, "N", "K")},
     "linear_residual": {"x": (_ACT, "T", "K"), "w": (_ACT, "N", "K"), "residual": (_F32, "T", "N")},
     "gate_up_silu": {"x": (_ACT, "T", "K"), "gate": (_ACT, "N", "K"), "up": (_ACT, "N", "K")},
+    "mlp": {
+        "x": (_ACT, "T", "K"),
+        "gate": (_ACT, "N", "K"),
+        "up": (_ACT, "N", "K"),
+        "down": (_ACT, "K", "N"),
+        "residual": (_F32, "T", "K"),
+    },
     "lm_head": {"x": (_ACT, "T", "K"), "w": (_ACT, "V", "K"), "rows": (_INDEX, "R")},
     "greedy": {"logits": (_F32, "R", "V")},
+    "sample": {
+        "logits": (_F32, "R", "V"),
+        "uniform": (_F32, "R"),
+        "temperature": float,
+        "top_k": int,
+        "top_p": float,
+        "vocab": int,
+    },
 }
 """Arguments of each op in call order: ``(dtype, *dims)`` of an array, or the type of a scalar. A name stands for one
 number throughout a call; D is the head_dim the op was compiled for."""

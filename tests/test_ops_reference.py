@@ -28,18 +28,21 @@ def default_case(name: str, **dims: int) -> Case:
     return Case({**drawn, **({"head_dim": 16} if "head_dim" in drawn else {}), **dims}, seed=1)
 
 
-def test_the_catalogue_holds_every_op_with_both_rows() -> None:
+def test_the_catalogue_holds_every_op_with_its_rows() -> None:
     assert list(OPS) == [
         "embedding",
         "rms_norm",
+        "rope",
         "qkv_rope_append",
         "attention_prefill",
         "attention_decode",
         "linear",
         "linear_residual",
         "gate_up_silu",
+        "mlp",
         "lm_head",
         "greedy",
+        "sample",
     ]
     for name, op in OPS.items():
         assert op.name == name

@@ -8,3 +8,5 @@ from .register.lm_head import *
 from .register.probe import *
 from .register.qkv_rope_append import *
 from .register.rms_norm import *
+from .register.rope import *
+from .register.sample import *

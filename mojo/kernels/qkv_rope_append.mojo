@@ -5,43 +5,11 @@ from kernels.dot_tile import F32, OUT, W, dot_tile, row_offsets, store_first
 from kernels.kv_cache import KVCache
 from kernels.linear import MAX_GEMV_ROWS
 from kernels.rms_norm import mean_square
+from kernels.rope import rope_rotate
 from kernels.workers import first_tile
 
 comptime TOKENS = 64
 """Tokens of a tile: their projections wait in scratch for bias, norm, RoPE."""
-
-
-@always_inline
-def rope_rotate(
-    x: Pointer[mut=True, Float32, _],
-    table: Pointer[Float32, _],
-    rotary_dim: Int,
-):
-    """Rotates pairs (i, i + rotary_dim / 2) of one head's row in place.
-
-    Args:
-        x: The row, float32.
-        table: The position's cosines, then its sines, `[rotary_dim]`.
-        rotary_dim: Leading elements that rotate; the rest pass through.
-    """
-    var half = rotary_dim // 2
-    var i = 0
-    while i + W <= half:
-        var c = table.unsafe_load[width=W](i)
-        var s = table.unsafe_load[width=W](half + i)
-        var a = x.unsafe_load[width=W](i)
-        var b = x.unsafe_load[width=W](half + i)
-        x.unsafe_store(i, a * c - b * s)
-        x.unsafe_store(half + i, b * c + a * s)
-        i += W
-    while i < half:
-        var c = table[unsafe_offset=i]
-        var s = table[unsafe_offset=half + i]
-        var a = x[unsafe_offset=i]
-        var b = x[unsafe_offset=half + i]
-        x[unsafe_offset=i] = a * c - b * s
-        x[unsafe_offset=half + i] = b * c + a * s
-        i += 1
 
 
 @always_inline

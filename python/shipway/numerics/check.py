@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shipway.numerics.dtypes import DTYPES
-from shipway.numerics.verdict import Verdict, judge, judge_exact
+from shipway.numerics.verdict import Verdict, judge, judge_choice, judge_exact
 from shipway.ops.catalogue import OPS
 from shipway.ops.data import lay_out
 from shipway.ops.op import Case, Implementation, Inputs, Op, Output, Outputs, Runner
@@ -22,6 +22,10 @@ class OpRunner(Runner):
         implementation: Its row.
         dtype: Dtype under test.
         wrap: Replaces the implementation's callable by ``wrap(callable)``, to plant a defect.
+
+    Attributes:
+        max_ulps: Largest error of all outputs judged so far that passed, in ulps.
+        cosine_diff: Their largest cosine difference.
     """
 
     def __init__(
@@ -35,6 +39,8 @@ class OpRunner(Runner):
         self.implementation = implementation
         self.dtype = dtype
         self.bitwise = implementation.bitwise
+        self.max_ulps = 0.0
+        self.cosine_diff = 0.0
         self._wrap = wrap
 
     def inputs(self, case: Case) -> Inputs:
@@ -65,12 +71,14 @@ class OpRunner(Runner):
         expected = expected or self.op.reference(**inputs)
         itself = self.implementation.name == "torch" and self.dtype == "f32" and self._wrap is None
         base: Outputs = {}
-        if not itself and any(output.dtype != "exact" for output in expected.values()):
+        if not itself and any(output.dtype in ("act", "f32") for output in expected.values()):
             base = self._run(self.op.implementations["torch"], inputs, "contiguous", None)
         verdicts = []
         for name, output in expected.items():
             if output.dtype == "exact":
                 verdicts.append(judge_exact(outputs[name], output.value))
+            elif output.dtype == "choice":
+                verdicts.append(judge_choice(outputs[name], output.value))
             else:
                 verdicts.append(
                     judge(
@@ -80,10 +88,15 @@ class OpRunner(Runner):
                         self.dtype,
                         magnitude=output.magnitude,
                         reduction=output.reduction,
+                        rounded=output.rounded,
                         out_dtype="f32" if output.dtype == "f32" else None,
                     )
                 )
-        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.max_ulps))
+        worst = min(verdicts, key=lambda verdict: (verdict.ok, -verdict.max_ulps))
+        if worst.ok:
+            self.max_ulps = max(self.max_ulps, worst.max_ulps)
+            self.cosine_diff = max(self.cosine_diff, *(verdict.cosine_diff for verdict in verdicts))
+        return worst
 
     def judge(self, inputs: Inputs, outputs: Outputs) -> str:
         """See :class:`Runner`."""
@@ -98,14 +111,15 @@ class OpRunner(Runner):
         outputs = self(inputs)
         if not self.bitwise:
             return self.judged(inputs, outputs).reason
-        for name, values in other.items():
-            if reason := judge_exact(outputs[name], values).reason:
-                return f"{name}: {reason}"
-        return ""
+        return _different(outputs, other, "other bits in")
 
     def strided(self, case: Case) -> str:
-        """Checks the row's policy on non-contiguous arguments: the contiguous result or a ``ValueError``."""
+        """Checks the row's policy on non-contiguous arguments: the contiguous result or a ``ValueError``.
+
+        The call stands between two with the same shapes and contiguous arguments, which must give the same bits.
+        """
         inputs = self.inputs(case)
+        contiguous = self(inputs)
         refused = self.implementation.strided == "refused" and any(
             not lay_out(self._tensor(name, inputs[name]), case.layout).is_contiguous()
             for name in self.op.strided
@@ -114,15 +128,15 @@ class OpRunner(Runner):
         try:
             outputs = self(inputs, case.layout)
         except ValueError as error:
-            return "" if refused else f"{case.layout} arguments refused: {error}"
-        if refused:
-            return f"{case.layout} arguments are declared refused but ran"
-        if self.implementation.strided == "handled":
-            return self.judged(inputs, outputs).reason
-        for name, values in self(inputs).items():
-            if reason := judge_exact(outputs[name], values).reason:
-                return f"{case.layout} arguments change {name}: {reason}"
-        return ""
+            reason = "" if refused else f"{case.layout} arguments refused: {error}"
+        else:
+            if refused:
+                reason = f"{case.layout} arguments are declared refused but ran"
+            elif self.implementation.strided == "handled":
+                reason = self.judged(inputs, outputs).reason
+            else:
+                reason = _different(outputs, contiguous, f"{case.layout} arguments change")
+        return reason or _different(self(inputs), contiguous, f"after a call with {case.layout} arguments, another")
 
     def _tensor(self, name: str, value: Any) -> Any:
         """A fresh torch tensor of an array argument, activations in the dtype under test; other arguments as is."""
@@ -130,7 +144,7 @@ class OpRunner(Runner):
 
         if not isinstance(value, np.ndarray):
             return value
-        tensor = torch.from_numpy(np.array(value))
+        tensor = torch.from_numpy(np.array(value, order="C"))
         if name not in self.op.activations:
             return tensor
         return tensor.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.dtype])
@@ -152,6 +166,14 @@ class OpRunner(Runner):
                 arguments[name] = lay_out(arguments[name], layout)
         result = function(*arguments.values())
         return {name: _array(arguments[name]) for name in self.op.mutates} | {self.op.result: _array(result)}
+
+
+def _different(outputs: Outputs, expected: Outputs, what: str) -> str:
+    """One line naming the first output that has other bits than expected; empty when there is none."""
+    for name, values in expected.items():
+        if reason := judge_exact(outputs[name], values).reason:
+            return f"{what} {name}: {reason}"
+    return ""
 
 
 def _array(result: Any) -> np.ndarray:

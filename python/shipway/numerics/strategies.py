@@ -10,12 +10,15 @@ from shipway.ops.data import LAYOUTS
 from shipway.ops.op import Case, Dim, Op
 
 
-def cases(op: Op, static: Mapping[str, tuple[int, ...]] | None = None) -> st.SearchStrategy[Case]:
-    """Cases of an op, contiguous.
+def cases(
+    op: Op, static: Mapping[str, tuple[int, ...]] | None = None, *, laid_out: bool = False
+) -> st.SearchStrategy[Case]:
+    """Cases of an op.
 
     Args:
         op: The op.
         static: Values to draw static dims from, where fewer than the op's own are compiled.
+        laid_out: Whether arguments get a layout that is not contiguous.
     """
     return st.builds(
         Case,
@@ -23,12 +26,8 @@ def cases(op: Op, static: Mapping[str, tuple[int, ...]] | None = None) -> st.Sea
         seed=st.integers(0, 2**16),
         scale=st.sampled_from(op.scales),
         distribution=st.sampled_from(op.distributions),
+        layout=st.sampled_from(LAYOUTS[1:] if laid_out else LAYOUTS[:1]),
     )
-
-
-def layouts() -> st.SearchStrategy[str]:
-    """Every layout that is not contiguous."""
-    return st.sampled_from(LAYOUTS[1:])
 
 
 def _dim(dim: Dim, static: tuple[int, ...] | None) -> st.SearchStrategy[int]:

@@ -6,10 +6,12 @@ All of these must hold, over every element:
    PyTorch result in the dtype under test and ``atol`` two roundings of the largest output (the rule of
    flash-attention's tests), or by the a-priori bound
    ``|out - ref| <= 4 * sqrt(K) * u_acc * sum|a||b| + u_out * |ref|`` (Higham, Accuracy and Stability of Numerical
-   Algorithms, chapter 3, with the statistical sqrt(K) in place of K). The 2x rule alone is flaky with few outputs: the
-   base may be exact by luck.
+   Algorithms, chapter 3, with the statistical sqrt(K) in place of K), plus, for an op that holds a value in the dtype
+   under test between two reductions, four roundings of it. The 2x rule alone is flaky with few outputs: the base may
+   be exact by luck.
 2. cosine difference ``1 - 2<x,y> / (|x|^2 + |y|^2)`` under 1e-10 (f32) or 1e-5 (bf16, f16) over the finite positions;
-   two zero vectors are equal.
+   two zero vectors are equal. An op of two stages with a value in the dtype under test between them has both stages'
+   limits.
 3. non-finite positions: NaN and each infinity exactly where the reference, rounded to the output's dtype, has them.
 
 Two refinements keep rules 1 and 2 well-posed. Underflow: errors below :attr:`DType.underflow` are no errors. Few
@@ -64,6 +66,7 @@ def judge(
     *,
     magnitude: np.ndarray | float | None = None,
     reduction: int = 1,
+    rounded: np.ndarray | None = None,
     out_dtype: str | None = None,
 ) -> Verdict:
     """Judges ``out`` against ``ref64`` by the three rules above.
@@ -76,6 +79,7 @@ def judge(
         magnitude: ``sum|a||b|`` per element (or broadcastable), for the a-priori bound; ``None`` leaves only the 2x
             rule.
         reduction: Reduction length K.
+        rounded: Root mean square, as it reaches each output, of what is rounded to ``dtype`` on the way.
         out_dtype: Dtype of the output where it is not ``dtype`` (float32 logits of a bf16 op).
 
     Raises:
@@ -104,12 +108,14 @@ def judge(
     error = np.where(finite, np.abs(np.where(finite, out, 0.0) - np.where(finite, ref, 0.0)), 0.0)
     bound = _twice_base(base, ref, finite, fmt)
     a_priori = _a_priori(magnitude, reduction, ref, fmt)
+    if rounded is not None:
+        a_priori = a_priori + 4 * DTYPES[dtype].unit_roundoff * rounded
     failed = error > np.maximum(bound, a_priori)
     worst = _first(error == error.max())
     size = np.abs(ref) if magnitude is None else np.maximum(np.abs(ref), magnitude / np.sqrt(max(reduction, 1)))
     max_ulps = float((error / fmt.spacing(np.where(finite, size, 1.0))).max())
     cosine = _cosine_difference(out, ref, finite, fmt)
-    limit = COSINE_LIMIT[dtype]
+    limit = COSINE_LIMIT[dtype] * (1 if rounded is None else 2)
 
     reason = ""
     if failed.any():
@@ -140,6 +146,20 @@ def judge_exact(out: np.ndarray, ref: np.ndarray) -> Verdict:
         return _broken(
             f"{out[worst]} instead of {ref[worst]} at {worst} ({wrong.sum()} of {out.size})", out.size, worst
         )
+    return Verdict(True, 0.0, 0.0, 0.0, out.size, None, "")
+
+
+def judge_choice(out: np.ndarray, accepted: np.ndarray) -> Verdict:
+    """Judges chosen ids ``out [R]`` by the mask ``accepted [R, V]``: one right id in every row."""
+    rows, width = accepted.shape
+    if np.shape(out) != (rows,):
+        return _broken(f"shape {np.shape(out)} instead of {(rows,)}", np.size(out), None)
+    inside = (out >= 0) & (out < width)
+    right = inside & accepted[np.arange(rows), np.where(inside, out, 0)]
+    if not right.all():
+        worst = _first(~right)
+        some = ", ".join(map(str, np.flatnonzero(accepted[worst[0]])[:3]))
+        return _broken(f"id {out[worst]} in row {worst[0]}, where {some} would be right", out.size, worst)
     return Verdict(True, 0.0, 0.0, 0.0, out.size, None, "")
 
 

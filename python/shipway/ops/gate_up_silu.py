@@ -26,8 +26,8 @@ def sigmoid(a: np.ndarray) -> np.ndarray:
     return np.where(a >= 0, 1.0, decayed) / (1 + decayed)
 
 
-def reference(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> dict[str, Output]:
-    """``x [T, K]``, ``gate [N, K]``, ``up [N, K]`` -> ``out [T, N]``, all in the activation dtype."""
+def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``silu(x @ gate^T) * (x @ up^T)`` ``[T, N]`` and its magnitude for the a-priori bound, float64."""
     a, a_magnitude = product(x, gate)
     b, b_magnitude = product(x, up)
     s = sigmoid(a)
@@ -35,7 +35,13 @@ def reference(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> dict[str, Outp
     magnitude = slope * a_magnitude * np.abs(b) + np.abs(a * s) * b_magnitude
     # A float32 sigmoid under 2^-126 may be flushed to 0: that error, in units of float32's roundoff 2^-24.
     magnitude += np.abs(a * b) * 2.0**-102
-    return {"out": Output(a * s * b, "act", magnitude, x.shape[-1])}
+    return a * s * b, magnitude
+
+
+def reference(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> dict[str, Output]:
+    """``x [T, K]``, ``gate [N, K]``, ``up [N, K]`` -> ``out [T, N]``, all in the activation dtype."""
+    out, magnitude = swiglu(x, gate, up)
+    return {"out": Output(out, "act", magnitude, x.shape[-1])}
 
 
 def _draw(case: Case, rng: np.random.Generator) -> Inputs:

@@ -90,16 +90,20 @@ class Output:
     """A float64 reference of one output.
 
     Attributes:
-        value: float64, or int32 ids.
-        dtype: ``"act"`` (the dtype under test), ``"f32"`` or ``"exact"`` (equal bit for bit).
+        value: float64, or int32 ids, or a mask of ids.
+        dtype: ``"act"`` (the dtype under test), ``"f32"``, ``"exact"`` (equal bit for bit) or ``"choice"`` (``value
+            [R, V]`` says which ids are right in each row).
         magnitude: ``sum|a||b|`` per element, for the a-priori error bound.
         reduction: Length K of the longest reduction.
+        rounded: Root of the summed squares of what is held in the activation dtype between two reductions, as it
+            reaches each output: what its roundings, independent of each other, do to the output.
     """
 
     value: np.ndarray
     dtype: str
     magnitude: np.ndarray | None = None
     reduction: int = 1
+    rounded: np.ndarray | None = None
 
 
 class Runner(Protocol):
@@ -131,6 +135,9 @@ class Runner(Protocol):
         """Runs on ``inputs`` and compares with the outputs of another run that must agree: bitwise where the
         implementation claims it, else both only need to agree with the reference. Empty when they agree."""
 
+    def strided(self, case: Case) -> str:
+        """Checks the row's policy on non-contiguous arguments; empty when it holds, else one line."""
+
 
 @dataclass(frozen=True)
 class Property:
@@ -139,12 +146,14 @@ class Property:
     Attributes:
         name: Named after the behaviour.
         check: Returns an empty string when the fact holds for this case, else one line.
-        examples: Cases that once failed somewhere, always run.
+        examples: Cases that are always run: known traps, and those that once failed somewhere.
+        pinned: Whether only the examples are run.
     """
 
     name: str
     check: Callable[[Runner, Case], str]
     examples: tuple[Case, ...] = ()
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,7 @@ class Implementation:
         bitwise: Whether a row's result is claimed independent, bit for bit, of the rows and sequences beside it.
         compiled: Whether static dims cost a compilation each.
         requires: Importable modules it needs.
+        install: What pip installs to get these modules.
         known: Declared failures; our own kernels have none.
     """
 
@@ -186,6 +196,7 @@ class Implementation:
     bitwise: bool
     compiled: bool = False
     requires: tuple[str, ...] = ()
+    install: str = ""
     known: tuple[KnownFailure, ...] = ()
 
 
@@ -206,6 +217,7 @@ class Op:
         strided: Arguments a caller may pass as non-contiguous views.
         scales: Factors on the main input within the op's documented range.
         properties: Facts beside agreement with the reference.
+        traps: Cases that always run against the reference: shapes on which implementations are known to fail.
         implementations: Rows; the row named ``"torch"`` is the verdict's ``base``.
     """
 
@@ -221,4 +233,5 @@ class Op:
     properties: tuple[Property, ...]
     implementations: Mapping[str, Implementation]
     mutates: tuple[str, ...] = ()
+    traps: tuple[Case, ...] = ()
     scales: tuple[float, ...] = (1.0, 1e-4, 1e-2, 30.0, 1e4)

@@ -1,0 +1,217 @@
+"""A campaign: every property of an op, on one implementation in one dtype, over drawn cases; one :class:`Line` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from shipway.errors import ShipwayError, this_python
+from shipway.numerics.check import OpRunner
+from shipway.numerics.strategies import cases
+from shipway.ops.catalogue import OPS
+from shipway.ops.op import Case, Implementation, KnownFailure, Op, Property
+
+FEWEST = 5
+"""Cases a property is given at least, however many share the examples of a line."""
+
+REFERENCE = Property("reference", lambda run, case: run.against(run.inputs(case)))
+STRIDED = Property("strided_arguments_follow_the_policy", lambda run, case: run.strided(case))
+
+
+def properties(op: Op) -> tuple[Property, ...]:
+    """All that an op's implementations are held to: the reference, the strided policy, the op's own properties."""
+    return (replace(REFERENCE, examples=op.traps), STRIDED, *op.properties)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One property that did not hold.
+
+    Attributes:
+        property: Its name.
+        case: Smallest case found, as ``Case.parse`` reads it; empty where the implementation never ran.
+        reason: What was wrong, one line.
+    """
+
+    property: str
+    case: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a campaign found for one op, implementation and dtype.
+
+    Attributes:
+        op: Name of the op.
+        implementation: Name of its row.
+        dtype: Dtype under test.
+        verdict: ``"PASS"``; ``"KNOWN"`` (all held but the declared failures); ``"FAIL"``; ``"not run"``.
+        bitwise: Whether rows and sequences are claimed independent, bit for bit, of those beside them.
+        strided: What the row does with non-contiguous arguments.
+        examples: Cases run.
+        shapes: Different static shapes among them: each may have cost a compilation. 0 where nothing is compiled.
+        max_ulps: Largest error of any output in ulps of its dtype.
+        cosine_diff: Largest cosine difference.
+        failures: Properties that did not hold.
+        known: Declared failures that were seen to fail.
+        reason: Why it was not run, and what would make it run.
+    """
+
+    op: str
+    implementation: str
+    dtype: str
+    verdict: str
+    bitwise: bool
+    strided: str
+    examples: int = 0
+    shapes: int = 0
+    max_ulps: float = 0.0
+    cosine_diff: float = 0.0
+    failures: tuple[Failure, ...] = ()
+    known: tuple[Failure, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How cases are drawn.
+
+    Attributes:
+        examples: Cases of a line, shared out among the properties.
+        seed: Seed of the draw.
+        head_dims: Values of head_dim to draw for implementations that compile one at a time; all of the op's if empty.
+        case: The only case to run, instead of drawn ones.
+    """
+
+    examples: int = 200
+    seed: int = 0
+    head_dims: tuple[int, ...] = ()
+    case: Case | None = None
+
+
+class _Broken(Exception):
+    """A property does not hold."""
+
+
+def missing(row: Implementation) -> str:
+    """What has to be installed for a row, as one line; empty when nothing is."""
+    absent = [name for name in row.requires if find_spec(name) is None]
+    return f"{' and '.join(absent)} not installed: {this_python(f'-m pip install {row.install}')}" if absent else ""
+
+
+def chosen(ops: list[str], implementations: list[str], dtypes: list[str]) -> Iterator[tuple[Op, Implementation, str]]:
+    """The lines of a campaign, implementation by implementation; an empty list means all."""
+    names = implementations or list(dict.fromkeys(name for op in OPS.values() for name in op.implementations))
+    for name in names:
+        for op in OPS.values():
+            row = op.implementations.get(name)
+            if row is None or (ops and op.name not in ops):
+                continue
+            yield from ((op, row, dtype) for dtype in row.dtypes if not dtypes or dtype in dtypes)
+
+
+def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Callable[[str], None] = lambda _: None) -> Line:
+    """Runs every property of one line; ``on`` is told the property that starts."""
+    line = Line(op.name, row.name, dtype, "PASS", row.bitwise, row.strided)
+    if reason := missing(row):
+        return replace(line, verdict="not run", reason=reason)
+    runner = OpRunner(op, row, dtype)
+    todo = properties(op)
+    share = max(FEWEST, -(-plan.examples // len(todo)))
+    failures: list[Failure] = []
+    known: list[Failure] = []
+    shapes: set[tuple[int, ...]] = set()
+    examples = 0
+    for prop in todo:
+        on(prop.name)
+        declared = declared_failure(row, prop, dtype)
+        if declared is not None and plan.case is None:
+            found, ran = run_property(runner, prop, replace(plan, case=declared.case), 1)
+            if found is None:
+                stale = f"declared KNOWN ({declared.reason}) but it passes: take it off the list"
+                failures.append(Failure(prop.name, str(declared.case), stale))
+            else:
+                known.append(replace(found, reason=f"{declared.reason}: {found.reason}"))
+        else:
+            found, ran = run_property(runner, prop, plan, share)
+            if found is not None:
+                failures.append(found)
+        examples += len(ran)
+        shapes |= {static_shape(op, case) for case in ran}
+        if failures and not failures[-1].case:
+            break  # the implementation cannot be made: every other property would say the same
+    return replace(
+        line,
+        verdict="FAIL" if failures else "KNOWN" if known else "PASS",
+        examples=examples,
+        shapes=len(shapes) if row.compiled else 0,
+        max_ulps=runner.max_ulps,
+        cosine_diff=runner.cosine_diff,
+        failures=tuple(failures),
+        known=tuple(known),
+    )
+
+
+def declared_failure(row: Implementation, prop: Property, dtype: str) -> KnownFailure | None:
+    """The failure of ``prop`` that a row declares in this dtype."""
+    return next((k for k in row.known if k.property == prop.name and dtype in k.dtypes), None)
+
+
+def static_shape(op: Op, case: Case) -> tuple[int, ...]:
+    """The dims of a case that a compiled implementation fixes."""
+    return tuple(case.dims[name] for name, dim in op.dims.items() if dim.static)
+
+
+def run_property(runner: OpRunner, prop: Property, plan: Plan, examples: int) -> tuple[Failure | None, list[Case]]:
+    """Runs one property on its pinned and on ``examples`` drawn cases, or on the plan's only case.
+
+    Returns:
+        The smallest failure, if any, and the cases that ran.
+    """
+    ran: list[Case] = []
+    broken: list[Failure] = []
+
+    def check(case: Case) -> None:
+        ran.append(case)
+        try:
+            reason = prop.check(runner, case)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        if reason:
+            broken.append(Failure(prop.name, str(case), reason))
+            raise _Broken
+
+    try:  # before anything is drawn: hypothesis would compile broken sources again for each smaller case
+        runner.implementation.make(runner.dtype, 64)
+    except ShipwayError as error:
+        return Failure(prop.name, "", str(error)), ran
+    head_dims = plan.head_dims if runner.implementation.compiled else ()
+    pinned = [case for case in prop.examples if not head_dims or case.dims.get("head_dim", head_dims[0]) in head_dims]
+    try:
+        for case in pinned if plan.case is None else [plan.case]:
+            check(case)
+        if plan.case is None and not prop.pinned:
+            drawn = cases(runner.op, {"head_dim": head_dims} if head_dims else {}, laid_out=prop is STRIDED)
+            seed(plan.seed)(_configured(examples)(given(drawn)(check)))()
+    except Exception:
+        if not broken:
+            raise
+        return broken[-1], ran
+    return None, ran
+
+
+def _configured(examples: int) -> Callable[[Any], Any]:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
