@@ -19,6 +19,7 @@ import typer
 from shipway.cli.bench import bench
 from shipway.cli.bench_serve import bench_serve
 from shipway.cli.cache import cache
+from shipway.cli.check import check
 from shipway.cli.compile import compile
 from shipway.cli.doctor import doctor
 from shipway.cli.generate import generate
@@ -60,7 +61,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (bench, generate, serve, bench_serve, compile, load_time, inspect, routes, doctor, report, cache):
+for command in (bench, generate, serve, bench_serve, compile, load_time, inspect, routes, check, doctor, report, cache):
     app.command()(_guarded(command))
 
 

@@ -157,6 +157,12 @@ def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Callable[[
     )
 
 
+def smallest(op: str) -> Case:
+    """A small case of an op, with something in every dim."""
+    dims = {name: max(dim.low, min(2, dim.high)) for name, dim in OPS[op].dims.items()}
+    return Case({**dims, **({"head_dim": 64} if "head_dim" in dims else {})})
+
+
 def declared_failure(row: Implementation, prop: Property, dtype: str) -> KnownFailure | None:
     """The failure of ``prop`` that a row declares in this dtype."""
     return next((k for k in row.known if k.property == prop.name and dtype in k.dtypes), None)
@@ -167,11 +173,13 @@ def static_shape(op: Op, case: Case) -> tuple[int, ...]:
     return tuple(case.dims[name] for name, dim in op.dims.items() if dim.static)
 
 
-def run_property(runner: OpRunner, prop: Property, plan: Plan, examples: int) -> tuple[Failure | None, list[Case]]:
+def run_property(
+    runner: OpRunner, prop: Property, plan: Plan, examples: int, shrink: bool = True
+) -> tuple[Failure | None, list[Case]]:
     """Runs one property on its pinned and on ``examples`` drawn cases, or on the plan's only case.
 
     Returns:
-        The smallest failure, if any, and the cases that ran.
+        The smallest failure, or without ``shrink`` the first, if any, and the cases that ran.
     """
     ran: list[Case] = []
     broken: list[Failure] = []
@@ -197,7 +205,7 @@ def run_property(runner: OpRunner, prop: Property, plan: Plan, examples: int) ->
             check(case)
         if plan.case is None and not prop.pinned:
             drawn = cases(runner.op, {"head_dim": head_dims} if head_dims else {}, laid_out=prop is STRIDED)
-            seed(plan.seed)(_configured(examples)(given(drawn)(check)))()
+            seed(plan.seed)(_configured(examples, shrink)(given(drawn)(check)))()
     except Exception:
         if not broken:
             raise
@@ -205,12 +213,12 @@ def run_property(runner: OpRunner, prop: Property, plan: Plan, examples: int) ->
     return None, ran
 
 
-def _configured(examples: int) -> Callable[[Any], Any]:
+def _configured(examples: int, shrink: bool) -> Callable[[Any], Any]:
     return settings(
         max_examples=examples,
         deadline=None,
         database=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
         print_blob=False,

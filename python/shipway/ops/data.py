@@ -18,8 +18,8 @@ def fill(rng: np.random.Generator, shape: tuple[int, ...], distribution: str, sc
         shape: Shape of the result.
         distribution: ``normal``; ``uniform`` (non-negative, so that sums do not cancel); ``constant`` (one value per
             row); ``spike`` (one element per row 100 times larger); ``zero_row`` (the first row is zero);
-            ``alternating`` (signs alternate, so that sums cancel); ``tiny`` (near 2^-100, so that squares underflow
-            in f32 and bf16; subnormal inputs may count as zero, as compilers and AVX512_BF16 flush them);
+            ``alternating`` (signs alternate, so that sums cancel); ``tiny`` (near 2^-100 at any scale up to 1, so that
+            squares underflow in f32 and bf16; never subnormal, which AVX512_BF16 and some thread pools flush to zero);
             ``levels`` (multiples of 1/2, so that equal values are common).
         scale: Factor on the result.
     """
@@ -40,7 +40,8 @@ def fill(rng: np.random.Generator, shape: tuple[int, ...], distribution: str, sc
         case "alternating":
             x = np.abs(x) * (1 - 2.0 * (np.arange(shape[-1]) % 2))
         case "tiny":
-            x = x * 2.0**-100
+            x = x * 2.0**-100 * max(scale, 1.0) / scale
+            x[np.abs(x * scale) < 2.0**-126] = 0
         case "levels":
             x = np.rint(2 * x) / 2
         case _:

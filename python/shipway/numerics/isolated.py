@@ -1,0 +1,74 @@
+"""Campaign lines in child processes, one for each implementation: thread pools do not meet, and a kernel that kills its
+process costs one line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shipway.numerics.campaign import Failure, Line, Plan, run_line
+from shipway.ops.catalogue import OPS
+
+Task = tuple[str, str, str]
+"""Names of op, implementation and dtype."""
+
+
+def run_lines(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
+    """Runs the lines of ``todo``, those of one implementation after each other; ``show`` is told what is running."""
+    for _, group in groupby(todo, key=lambda task: task[1]):
+        waiting = list(group)
+        while waiting:
+            done = 0
+            for line in _child(waiting, plan, show):
+                done += 1
+                yield line
+            waiting = waiting[done:]
+
+
+def _child(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
+    """The lines of one child process; if it dies, the last one says so and the rest of ``todo`` is not run."""
+    context = multiprocessing.get_context("spawn")  # a forked child would inherit the pools' locks, not their threads
+    here, there = context.Pipe()
+    child = context.Process(target=_serve, args=(there, list(todo), plan), daemon=True)
+    child.start()
+    there.close()
+    doing = ""
+    try:
+        for op, implementation, dtype in todo:
+            show(f"{op}, {implementation}, {dtype}")
+            while True:
+                try:
+                    message: Any = here.recv()
+                except EOFError:
+                    child.join()
+                    yield _dead(op, implementation, dtype, doing, child.exitcode or 0)
+                    return
+                if isinstance(message, Line):
+                    yield message
+                    break
+                doing = message
+    finally:
+        child.terminate()
+        child.join()
+
+
+def _serve(pipe: Connection, todo: Sequence[Task], plan: Plan) -> None:
+    """The child: sends the name of each property as it starts, then the line."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    # The base is PyTorch's, its pool and the implementation's both spin: on few cores they would stop each other.
+    torch.set_num_threads(1)
+    for op, implementation, dtype in todo:
+        pipe.send(run_line(OPS[op], OPS[op].implementations[implementation], dtype, plan, pipe.send))
+
+
+def _dead(op: str, implementation: str, dtype: str, doing: str, code: int) -> Line:
+    row = OPS[op].implementations[implementation]
+    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    failure = Failure(doing, "", f"the process {how} in this property")
+    return Line(op, implementation, dtype, "FAIL", row.bitwise, row.strided, failures=(failure,))

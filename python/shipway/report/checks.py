@@ -1,0 +1,71 @@
+"""Prints what ``shipway check`` found; every line is made from the result document."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+from shipway.report.lines import print_table
+
+
+def print_lines(document: dict[str, Any], out: TextIO) -> None:
+    """Prints one aligned line per op, implementation and dtype, then what failed and how to run it again."""
+    rows = [["op", "implementation", "dtype", "examples", "shapes", "worst ulps", "cosine diff", "bitwise", "verdict"]]
+    for line in document["lines"]:
+        ran = line["verdict"] != "not run"
+        rows.append(
+            [
+                line["op"],
+                line["implementation"],
+                line["dtype"],
+                str(line["examples"]),
+                str(line["shapes"] or "-"),
+                f"{line['max_ulps']:.2f}" if ran else "-",
+                f"{line['cosine_diff']:.1e}" if ran else "-",
+                "yes" if line["bitwise"] else "no",
+                line["verdict"],
+            ]
+        )
+    print_table(rows, out)
+    for line in document["lines"]:
+        where = f"{line['op']} {line['implementation']} {line['dtype']}"
+        for failure in line["known"]:
+            print(f"KNOWN {where}: {failure['property']}: {failure['reason']}", file=out)
+        for failure in line["failures"]:
+            print(f"FAIL {where}: {failure['property']}: {failure['reason']}", file=out)
+            if failure["case"]:
+                print(f"     {reproducer(line, failure)}", file=out)
+        if line["reason"]:
+            print(f"not run {where}: {line['reason']}", file=out)
+    counts = {verdict: sum(line["verdict"] == verdict for line in document["lines"]) for verdict in VERDICTS}
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count), file=out)
+
+
+VERDICTS = ("PASS", "KNOWN", "FAIL", "not run")
+
+
+def reproducer(line: dict[str, Any], failure: dict[str, Any]) -> str:
+    """The command that runs one case again."""
+    return (
+        f"shipway check --op {line['op']} --impl {line['implementation']} --dtype {line['dtype']}"
+        f" --case '{failure['case']}'"
+    )
+
+
+def print_mutants(document: dict[str, Any], out: TextIO) -> None:
+    """Prints one line per broken variant: the properties it turns red and the case of the first."""
+    rows = [["op", "defect", "red", "first", "case"]]
+    for entry in document["mutants"]:
+        first = entry["red"][0] if entry["red"] else {"property": "-", "case": "-"}
+        defect = entry["defect"] or "none (unbroken)"
+        rows.append([entry["op"], defect, str(len(entry["red"])), first["property"], first["case"]])
+    print_table(rows, out, figures=False)
+    for entry in document["mutants"]:
+        if entry["defect"] and not entry["red"]:
+            print(f"SURVIVES {entry['op']}: {entry['defect']}", file=out)
+        elif entry["red"] and not entry["defect"]:
+            print(f"FAIL {entry['op']}: the unbroken form is red: {entry['red'][0]['reason']}", file=out)
+    for op, prop in document["untested"]:
+        print(f"UNTESTED {op}: no variant turns {prop} red", file=out)
+    broken = [entry for entry in document["mutants"] if entry["defect"]]
+    killed = sum(bool(entry["red"]) for entry in broken)
+    print(f"{killed} of {len(broken)} broken variants turn red", file=out)
