@@ -46,7 +46,7 @@ def test_the_catalogue_holds_every_op_with_its_rows() -> None:
     ]
     for name, op in OPS.items():
         assert op.name == name
-        assert set(op.implementations) == {"torch", "mojo"}
+        assert set(op.implementations) >= {"torch", "mojo"}
         assert op.implementations["mojo"].known == (), "our own kernels have no known failures"
         assert op.implementations["mojo"].bitwise
 

@@ -77,7 +77,7 @@ def _matching(patterns: str, names: list[str], option: str) -> list[str]:
     wanted = comma_list(patterns)
     idle = [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name in names)]
     if idle or not wanted:
-        raise ShipwayError(f"{option} {', '.join(idle) or patterns!r} is none of {', '.join(names)}")
+        raise ShipwayError(f"{option} {', '.join(idle) or repr(patterns)} is none of {', '.join(names)}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 

@@ -238,6 +238,18 @@ def _future(value: float) -> Callable[[Runner, Case], str]:
     return check
 
 
+def _unwritten(run: Runner, case: Case) -> str:
+    # The drawn cache holds NaN wherever nothing was written; no other value may be seen there either.
+    inputs = run.inputs(case)
+    before = run(inputs)["out"]
+    empty = np.isnan(inputs["cache"])
+    for value in (np.inf, -np.inf):
+        inputs["cache"][empty] = value
+        if not np.array_equal(run(inputs)["out"], before):
+            return f"{value} in cache slots that were never written changes the result"
+    return ""
+
+
 def _before_window(run: Runner, case: Case) -> str:
     inputs = run.inputs(case)
     inputs["window"] = window = 1 + case.seed % 5
@@ -367,7 +379,7 @@ def _unseeing_rows(run: Runner, case: Case) -> str:
 HEADS = {
     "kv_heads": Dim(1, 5, (2, 3, 4)),
     "group": Dim(1, 8, (2, 3, 4, 7)),
-    "head_dim": Dim(16, 128, (16, 64, 80, 96, 128), static=True),
+    "head_dim": Dim(16, 160, (16, 64, 80, 96, 128, 160), static=True),
 }
 WINDOW = Dim(0, 80, (1, 2, 7, 8, 9, 16, 17, 33))
 FILLS = ("normal", "uniform", "constant", "spike", "zero_row", "levels")
@@ -382,16 +394,36 @@ SHARED = (
     Property("window_of_the_whole_context_hides_nothing", _wide_window),
     Property("gqa_is_mha_with_repeated_heads", _repeated_heads),
     Property("sequence_alone", _alone),
+    Property("unwritten_slots_are_not_read", _unwritten),
     Property("constant_added_to_scores_changes_nothing", _shifted_scores),
     Property("linear_in_v", _doubled_values),
 )
 PREFILL_DIMS = {"B": Dim(1, 4, (2, 3)), "length": Dim(0, 70, (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65))}
 START = Dim(0, 70, (1, 2, 7, 8, 9, 31, 33, 63, 64, 65))
+ONE = Case({"B": 1, "length": 1, "start": 0, "window": 0, "kv_heads": 2, "group": 2, "head_dim": 64}, seed=1)
+HEAD_DIMS = (16, 80, 96, 128, 160)
+PREFILL_TRAPS = (
+    ONE,  # one query, one key
+    ONE.with_dims(length=0),
+    ONE.with_dims(length=0, start=5),
+    ONE.with_dims(length=4, start=16),  # 4 queries, 20 keys; 10 over 4 is TEN_OVER_FOUR
+    ONE.with_dims(B=2, length=5, start=3),  # as many sequences as KV heads
+    *(ONE.with_dims(length=16, window=window) for window in (15, 16, 17)),  # the prompt reaches 16 exactly
+    *(ONE.with_dims(length=9, start=7, head_dim=head_dim) for head_dim in HEAD_DIMS),
+)
+STEP = Case({"B": 1, "start": 0, "window": 0, "kv_heads": 2, "group": 2, "head_dim": 64}, seed=1)
+DECODE_TRAPS = (
+    STEP,
+    STEP.with_dims(start=19),
+    STEP.with_dims(B=2, start=3),
+    *(STEP.with_dims(start=15, window=window) for window in (15, 16, 17)),
+    *(STEP.with_dims(start=15, head_dim=head_dim) for head_dim in HEAD_DIMS),
+)
 NAN_FUTURE = Case({"B": 1, "length": 2, "start": 0, "window": 0, "kv_heads": 1, "group": 1, "head_dim": 64})
 
 TEN_OVER_FOUR = replace(NAN_FUTURE.with_dims(length=10), seed=5)  # 10 queries, 4 keys
 BEHIND_WINDOW = Case({"B": 1, "start": 2, "window": 0, "kv_heads": 1, "group": 1, "head_dim": 64})
-LEAK = "a masked key weighs 0 in scaled_dot_product_attention, and 0 * NaN is NaN"
+LEAK = "a masked key weighs 0 in scaled_dot_product_attention, and 0 times NaN or infinity is NaN"
 
 
 def _leaks(name: str, case: Case) -> KnownFailure:
@@ -407,11 +439,13 @@ ATTENTION_PREFILL = Op(
     activations=frozenset({"q", "cache"}),
     reference=reference,
     result="out",
-    strided=("q",),
+    strided=("q", "cache"),
+    traps=PREFILL_TRAPS,
     properties=(
         *SHARED,
         Property("future_changes_leave_the_past", _future(3.0)),
         Property("nan_in_the_future_does_not_leak", _future(np.nan), (NAN_FUTURE,)),
+        Property("infinity_in_the_future_does_not_leak", _future(np.inf), (NAN_FUTURE,)),
         Property("prefill_row_is_the_decode_step", _decode_rows),
         Property("rows_that_see_no_key_are_zero", _unseeing_rows, (TEN_OVER_FOUR,)),
     ),
@@ -420,6 +454,7 @@ ATTENTION_PREFILL = Op(
             _torch,
             known=(
                 _leaks("nan_in_the_future_does_not_leak", NAN_FUTURE),
+                _leaks("infinity_in_the_future_does_not_leak", NAN_FUTURE),
                 _leaks("keys_before_the_window_are_not_read", BEHIND_WINDOW.with_dims(length=1)),
             ),
         ),
@@ -441,7 +476,8 @@ ATTENTION_DECODE = Op(
     activations=frozenset({"q", "cache"}),
     reference=reference,
     result="out",
-    strided=("q",),
+    strided=("q", "cache"),
+    traps=DECODE_TRAPS,
     properties=(*SHARED, Property("order_of_the_keys_does_not_matter", _permuted)),
     implementations=rows(
         torch_row(_torch, known=(_leaks("keys_before_the_window_are_not_read", BEHIND_WINDOW),)),

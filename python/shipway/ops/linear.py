@@ -21,6 +21,8 @@ DIMS = {
     "N": Dim(1, 200, (2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 97)),
     "K": Dim(1, 1100, (2, 15, 16, 17, 31, 33, 63, 65, 576, 960, 1039, 1040)),
 }
+GEMV, GEMM = (Case({"T": rows, "N": 97, "K": 1040}) for rows in (1, 5))  # neither N nor K is a multiple of a tile
+TRAPS = (GEMV, GEMM, *(Case({"T": rows, "N": 65, "K": hidden}) for rows in (1, 9) for hidden in (576, 960)))
 FILLS = ("normal", "uniform", "constant", "spike", "zero_row", "alternating", "tiny")
 
 
@@ -102,9 +104,10 @@ LINEAR = Op(
     reference=linear_reference,
     result="out",
     strided=("x", "w"),
+    traps=TRAPS,
     properties=(
         repeatable(),
-        row_alone("out", "x"),
+        row_alone("out", "x", examples=(GEMM,)),
         poisoned_row_stays("out", "x"),
         Property("identity_returns_x", _identity),
         Property("zero_padding_of_k_changes_nothing", _padded),
@@ -123,6 +126,7 @@ LINEAR_RESIDUAL = Op(
     reference=linear_residual_reference,
     result="out",
     strided=("x", "w", "residual"),
+    traps=TRAPS,
     properties=(
         repeatable(),
         row_alone("out", "x", "residual"),

@@ -21,12 +21,13 @@ def repeatable() -> Property:
     return Property("repeatable", check)
 
 
-def row_alone(result: str, *per_row: str) -> Property:
+def row_alone(result: str, *per_row: str, examples: tuple[Case, ...] = ()) -> Property:
     """A row computed alone (GEMV) equals the same row in the batch (GEMM).
 
     Args:
         result: Output whose rows are compared.
         per_row: Arguments with one row per output row.
+        examples: Cases that are always run.
     """
 
     def check(run: Runner, case: Case) -> str:
@@ -39,7 +40,7 @@ def row_alone(result: str, *per_row: str) -> Property:
                 return f"row {row} alone is not row {row} of {rows}: {difference}"
         return ""
 
-    return Property("row_alone", check)
+    return Property("row_alone", check, examples)
 
 
 def poisoned_row_stays(result: str, *per_row: str) -> Property:

@@ -285,6 +285,30 @@ def _only_new_rows(run: Runner, case: Case) -> str:
     return "" if same else "a cache row that is not the batch's own changed"
 
 
+ONE = Case(
+    {
+        "B": 1,
+        "length": 1,
+        "start": 0,
+        "K": 65,
+        "kv_heads": 2,
+        "group": 2,
+        "rotary_quarters": 4,
+        "bias": 1,
+        "norm": 0,
+        "head_dim": 64,
+    },
+    seed=1,
+)
+TRAPS = (
+    ONE,
+    ONE.with_dims(length=0, start=3),
+    ONE.with_dims(B=2, length=3, start=2),  # as many sequences as KV heads
+    *(ONE.with_dims(length=5, K=hidden, bias=0) for hidden in (576, 960)),
+    ONE.with_dims(length=5, rotary_quarters=1, norm=1),  # partial rotary
+    *(ONE.with_dims(length=3, start=4, head_dim=head_dim, norm=1) for head_dim in (16, 80, 96, 128, 160)),
+)
+
 OP = Op(
     name="qkv_rope_append",
     summary="q, k, v projections, bias, qk-norm, RoPE, append to the KV cache",
@@ -298,7 +322,7 @@ OP = Op(
         "rotary_quarters": Dim(1, 4, (4,)),
         "bias": Dim(0, 1),
         "norm": Dim(0, 1),
-        "head_dim": Dim(16, 128, (16, 64, 80, 96, 128), static=True),
+        "head_dim": Dim(16, 160, (16, 64, 80, 96, 128, 160), static=True),
     },
     distributions=("normal", "uniform", "constant", "spike", "zero_row", "alternating"),
     draw=draw,
@@ -306,7 +330,8 @@ OP = Op(
     reference=reference,
     result="q",
     mutates=("cache",),
-    strided=("x", "wq", "wk", "wv", "table"),
+    strided=("x", "wq", "wk", "wv", "table", "cache"),
+    traps=TRAPS,
     properties=(
         repeatable(),
         Property("only_the_new_rows_are_written", _only_new_rows),

@@ -1,0 +1,144 @@
+"""``shipway check``: its selection, its document, its exit codes, and that a dying kernel costs one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from command_line import Run
+from shipway.measure.checks import lines_exit_code, mutants_exit_code
+from shipway.numerics.campaign import Failure, Line, Plan
+from shipway.numerics.isolated import run_lines
+from shipway.report.checks import print_lines, print_mutants
+
+PASSED = Line("linear", "torch", "f32", "PASS", False, "handled", 40, 0, 1.5, 1e-14)
+BROKEN = Line(
+    "linear", "mojo", "f32", "FAIL", True, "refused", failures=(Failure("reference", "T=2 N=1 K=9 seed=3", "off"),)
+)
+ABSENT = Line("linear", "tvm", "f32", "not run", False, "copied", reason="tvm not installed: pip install tvm")
+
+
+def document(*lines: Line) -> dict[str, object]:
+    return {"lines": [asdict(line) for line in lines]}
+
+
+def printed(*lines: Line) -> str:
+    out = io.StringIO()
+    print_lines(document(*lines), out)
+    return out.getvalue()
+
+
+def test_a_small_campaign_passes_and_is_recorded(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "check.json"
+    code, out, _ = run(
+        "check", "--op", "linear,g*", "--impl", "torch", "--dtype", "f32", "--examples", 9, "--json", file
+    )
+    assert code == 0, out
+    found = json.loads(file.read_text())
+    assert [line["op"] for line in found["lines"]] == ["linear", "gate_up_silu", "greedy"]
+    assert {line["verdict"] for line in found["lines"]} == {"PASS"}
+    assert all(line["examples"] >= 9 for line in found["lines"])
+    assert found["environment"]["cpu"]
+    assert "3 PASS" in out
+
+
+def test_one_case_runs_alone(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "check.json"
+    case = "T=3 N=5 K=33 seed=4 scale=1 distribution=spike layout=contiguous"
+    code, out, _ = run("check", "--op", "linear", "--impl", "torch", "--dtype", "bf16", "--case", case, "--json", file)
+    assert code == 0, out
+    assert json.loads(file.read_text())["case"] == case
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--op", "lineer"], "--op lineer is none of embedding, rms_norm"),
+        (["--impl", "cuda"], "--impl cuda is none of torch"),
+        (["--dtype", "f64"], "--dtype f64 is none of f32"),
+        (["--examples", "0"], "--examples must be from 1"),
+        (["--case", "T=1 N=1 K=1"], "--case needs --op"),
+        (["--op", "linear", "--case", "T=1 N=1"], "--case of linear takes T, N, K, not T, N"),
+        (["--op", "linear", "--case", "T=1 N=1 K=999999"], "K=999999 is not in 1..1100"),
+        (["--op", "linear", "--case", "T=1 N=1 K=x"], "--case: "),
+        (["--op", "linear", "--case", "T=1 N=1 K=1 layout=diagonal"], "layouts contiguous"),
+        (["--mutants", "--impl", "mojo"], "--mutants takes --op"),
+    ],
+)
+def test_bad_options_are_one_line(run: Run, options: list[str], words: str) -> None:
+    code, out, err = run("check", *options)
+    assert code == 2
+    assert words in err
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+def test_a_process_that_dies_is_one_failed_line_and_the_rest_runs() -> None:
+    killed = []
+
+    def show(doing: str) -> None:
+        if doing.startswith("greedy") and not killed:
+            (child,) = multiprocessing.active_children()
+            child.kill()
+            child.join()
+            killed.append(doing)
+
+    todo = [("linear", "torch", "f32"), ("greedy", "torch", "f32"), ("embedding", "torch", "f32")]
+    first, second, third = run_lines(todo, Plan(examples=5), show)
+    assert (first.verdict, third.verdict) == ("PASS", "PASS")
+    assert second.verdict == "FAIL"
+    assert "SIGKILL" in second.failures[0].reason
+
+
+def test_a_failure_prints_the_command_that_runs_it_again() -> None:
+    out = printed(PASSED, BROKEN)
+    assert "shipway check --op linear --impl mojo --dtype f32 --case 'T=2 N=1 K=9 seed=3'" in out
+    assert "1 PASS, 1 FAIL" in out
+
+
+def test_what_did_not_run_says_why_and_has_no_figures() -> None:
+    out = printed(PASSED, ABSENT)
+    assert "not run linear tvm f32: tvm not installed: pip install tvm" in out
+    row = next(line for line in out.splitlines() if " tvm " in line)
+    assert row.split()[5:7] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"), [((PASSED,), 0), ((PASSED, ABSENT), 0), ((PASSED, BROKEN), 1), ((ABSENT,), 3), ((BROKEN,), 1)]
+)
+def test_exit_code_of_a_campaign(lines: tuple[Line, ...], code: int) -> None:
+    assert lines_exit_code(document(*lines)) == code
+
+
+def test_mutants_of_one_op_all_turn_red(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "mutants.json"
+    code, out, _ = run("check", "--mutants", "--op", "embedding", "--examples", 10, "--json", file)
+    assert code == 0, out
+    assert "5 of 5 broken variants turn red" in out
+    assert json.loads(file.read_text())["untested"] == []
+
+
+RED = {"property": "reference", "case": "T=1", "reason": "off"}
+
+
+@pytest.mark.parametrize(
+    ("mutants", "untested", "words"),
+    [
+        ([{"op": "linear", "defect": "tail", "red": []}], [], "SURVIVES linear: tail"),
+        ([{"op": "linear", "defect": "", "red": [RED]}], [], "the unbroken form is red: off"),
+        ([{"op": "linear", "defect": "tail", "red": [RED]}], [["linear", "row_alone"]], "UNTESTED linear"),
+    ],
+)
+def test_a_survivor_a_red_original_and_an_untested_property_fail(
+    mutants: list[dict[str, object]], untested: list[list[str]], words: str
+) -> None:
+    found = {"mutants": mutants, "untested": untested}
+    out = io.StringIO()
+    print_mutants(found, out)
+    assert words in out.getvalue()
+    assert mutants_exit_code(found) == 1
