@@ -18,6 +18,7 @@ LAYERS = (
     {"errors"},
     {"model"},
     {"artefacts"},
+    {"signature"},
     {"graphs"},
     {"schedule"},
     {"ops"},

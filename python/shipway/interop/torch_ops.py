@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from shipway.signature import check
+
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _ANY_HEAD_DIM = 64  # ops that know no heads come with those of this head_dim
 
@@ -25,16 +27,18 @@ def _kernels(dtype: str, head_dim: int) -> dict[str, Callable[..., Tensor]]:
     return load_ops(dtype, head_dim)
 
 
-def _kernel(op: str, act: torch.dtype, head_dim: int = _ANY_HEAD_DIM) -> Callable[..., Tensor]:
+def _call(op: str, act: torch.dtype, *arguments: object) -> Tensor:
+    """Checks a call and runs its kernel."""
     if act not in _NAMES:
         raise ValueError(f"{op}: activations are torch.float32 or torch.bfloat16, not {act}")
-    return _kernels(_NAMES[act], head_dim)[op]
+    sizes = check(op, _NAMES[act], arguments)
+    return _kernels(_NAMES[act], sizes.get("D", _ANY_HEAD_DIM))[op](*arguments)
 
 
 @custom_op("shipway::rms_norm", mutates_args=(), device_types="cpu")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, act: torch.dtype) -> Tensor:
     """RMSNorm of f32 x ``[T, K]`` with f32 weight ``[K]`` -> ``[T, K]`` in ``act``."""
-    return _kernel("rms_norm", act)(x, weight, eps)
+    return _call("rms_norm", act, x, weight, eps)
 
 
 @rms_norm.register_fake
@@ -45,7 +49,7 @@ def _(x: Tensor, weight: Tensor, eps: float, act: torch.dtype) -> Tensor:
 @custom_op("shipway::linear", mutates_args=(), device_types="cpu")
 def linear(x: Tensor, w: Tensor) -> Tensor:
     """x ``[T, K]`` @ w ``[N, K]``^T -> f32 ``[T, N]``."""
-    return _kernel("linear", x.dtype)(x, w)
+    return _call("linear", x.dtype, x, w)
 
 
 @linear.register_fake
@@ -56,7 +60,7 @@ def _(x: Tensor, w: Tensor) -> Tensor:
 @custom_op("shipway::linear_residual", mutates_args=(), device_types="cpu")
 def linear_residual(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     """f32 residual ``[T, N]`` + x ``[T, K]`` @ w ``[N, K]``^T -> f32 ``[T, N]``."""
-    return _kernel("linear_residual", x.dtype)(x, w, residual)
+    return _call("linear_residual", x.dtype, x, w, residual)
 
 
 @linear_residual.register_fake
@@ -67,7 +71,7 @@ def _(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
 @custom_op("shipway::gate_up_silu", mutates_args=(), device_types="cpu")
 def gate_up_silu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     """silu(x @ gate^T) * (x @ up^T): x ``[T, K]``, matrices ``[N, K]`` -> ``[T, N]`` in x's dtype."""
-    return _kernel("gate_up_silu", x.dtype)(x, gate, up)
+    return _call("gate_up_silu", x.dtype, x, gate, up)
 
 
 @gate_up_silu.register_fake
@@ -94,8 +98,8 @@ def qkv_rope_append(
     layer: int,
 ) -> Tensor:
     """Projects, norms and rotates q, k, v of x ``[T, K]``; k and v go into the cache -> q ``[T, heads, head_dim]``."""
-    kernel = _kernel("qkv_rope_append", x.dtype, cache.shape[-1])
-    return kernel(x, wq, wk, wv, bias_q, bias_k, bias_v, norm_q, norm_k, eps, table, cache, offsets, start, layer)
+    projection = (x, wq, wk, wv, bias_q, bias_k, bias_v, norm_q, norm_k, eps, table)
+    return _call("qkv_rope_append", x.dtype, *projection, cache, offsets, start, layer)
 
 
 @qkv_rope_append.register_fake
@@ -125,7 +129,7 @@ def attention(
     q: Tensor, cache: Tensor, offsets: Tensor, start: Tensor, layer: int, scale: float, window: int
 ) -> Tensor:
     """Causal attention of q ``[T, heads, head_dim]`` over the cache; ``window`` 0 means all keys."""
-    return _kernel("attention_prefill", q.dtype, cache.shape[-1])(q, cache, offsets, start, layer, scale, window)
+    return _call("attention_prefill", q.dtype, q, cache, offsets, start, layer, scale, window)
 
 
 @attention.register_fake

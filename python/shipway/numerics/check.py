@@ -149,6 +149,18 @@ class OpRunner(Runner):
             return tensor
         return tensor.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.dtype])
 
+    def arguments(self, inputs: Inputs, layout: str = "contiguous") -> dict[str, Any]:
+        """Fresh torch tensors of drawn inputs, those named in :attr:`Op.strided` laid out as ``layout`` says."""
+        arguments = {name: self._tensor(name, value) for name, value in inputs.items()}
+        for name in self.op.strided:
+            if arguments[name] is not None:
+                arguments[name] = lay_out(arguments[name], layout)
+        return arguments
+
+    def outputs(self, arguments: Mapping[str, Any], result: Any) -> Outputs:
+        """Every output of a call: what it returned and what it wrote in place."""
+        return {name: _array(arguments[name]) for name in self.op.mutates} | {self.op.result: _array(result)}
+
     def _run(
         self,
         implementation: Implementation,
@@ -156,16 +168,14 @@ class OpRunner(Runner):
         layout: str,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
     ) -> Outputs:
-        head_dim = inputs["cache"].shape[-1] if "cache" in inputs else 64
-        function = implementation.make(self.dtype, head_dim)
-        if wrap is not None:
-            function = wrap(function)
-        arguments = {name: self._tensor(name, value) for name, value in inputs.items()}
-        for name in self.op.strided:
-            if arguments[name] is not None:
-                arguments[name] = lay_out(arguments[name], layout)
-        result = function(*arguments.values())
-        return {name: _array(arguments[name]) for name in self.op.mutates} | {self.op.result: _array(result)}
+        function = self.op.load(implementation, self.dtype, head_dim_of(inputs), wrap)
+        arguments = self.arguments(inputs, layout)
+        return self.outputs(arguments, function(*arguments.values()))
+
+
+def head_dim_of(inputs: Inputs) -> int:
+    """head_dim of drawn inputs; any number where the op has no heads."""
+    return int(inputs["cache"].shape[-1]) if "cache" in inputs else 64
 
 
 def _different(outputs: Outputs, expected: Outputs, what: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shipway.signature import check
+
 Inputs = dict[str, Any]
 Outputs = dict[str, np.ndarray]
 
@@ -179,7 +181,8 @@ class Implementation:
 
     Attributes:
         name: ``"torch"``, ``"mojo"``.
-        make: ``(dtype, head_dim) -> callable`` on torch CPU tensors; compiles where the implementation compiles.
+        make: ``(dtype, head_dim) -> callable`` on torch CPU tensors; compiles where the implementation compiles. The
+            callable trusts its arguments: call it through :meth:`Op.load`.
         dtypes: Dtypes it runs.
         strided: Non-contiguous arguments are ``"handled"``, ``"copied"`` or ``"refused"`` (``ValueError``).
         bitwise: Whether a row's result is claimed independent, bit for bit, of the rows and sequences beside it.
@@ -235,3 +238,28 @@ class Op:
     mutates: tuple[str, ...] = ()
     traps: tuple[Case, ...] = ()
     scales: tuple[float, ...] = (1.0, 1e-4, 1e-2, 30.0, 1e4)
+
+    def load(
+        self,
+        row: Implementation,
+        dtype: str,
+        head_dim: int,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> Callable[..., Any]:
+        """Makes a row's callable, behind the check that every implementation shares: a wrong call is a ``ValueError``.
+
+        Args:
+            row: One of :attr:`implementations`.
+            dtype: Dtype under test.
+            head_dim: head_dim of the heads, for the ops that have some.
+            wrap: Replaces the row's callable behind the check by ``wrap(callable)``, to plant a defect.
+        """
+        function = row.make(dtype, head_dim)
+        if wrap is not None:
+            function = wrap(function)
+
+        def call(*arguments: Any) -> Any:
+            check(self.name, dtype, arguments, head_dim=head_dim, strided=row.strided)
+            return function(*arguments)
+
+        return call

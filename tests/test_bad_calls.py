@@ -1,0 +1,487 @@
+"""A wrong call of any op, whoever implements it, is a ``ValueError`` before anything native runs.
+
+The calls are built from the ops' signatures alone. Rows whose packages are not installed are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shipway.numerics.check import OpRunner
+from shipway.ops.catalogue import OPS
+from shipway.ops.op import Case, Outputs
+from shipway.signature import SIGNATURES, Array, Number, check
+
+EXAMPLES = 1500 if os.environ.get("SHIPWAY_HYPOTHESIS") == "long" else 150
+TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "int32": torch.int32}
+
+# head_dim is one that the properties compile anyway.
+SMALL = {"T": 2, "K": 6, "V": 5, "R": 2, "N": 3, "H": 4, "D": 64, "kv_heads": 2, "Nq": 256, "Nk": 128, "slots": 2}
+SMALL |= {"layers": 2, "capacity": 8, "positions": 8, "rotary_dim": 64, "B": 2, "B1": 3}
+LARGE = SMALL | {"T": 3, "K": 33, "V": 40, "R": 4, "N": 17, "H": 3, "kv_heads": 1, "Nq": 192, "Nk": 64, "slots": 4}
+LARGE |= {"layers": 1, "capacity": 20, "positions": 30, "rotary_dim": 32, "B": 3, "B1": 4}
+NUMBERS = {
+    "eps": 1e-5,
+    "scale": 0.125,
+    "window": 0,
+    "layer": 0,
+    "temperature": 0.8,
+    "top_k": 3,
+    "top_p": 0.9,
+    "vocab": 4,
+}
+INTEGERS = {"ids": [1, 0, 4], "rows": [1, 0, 1, 1], "positions": [3, 0, 7], "offsets": [0, 1, 2, 3], "start": [4, 0, 7]}
+
+Arguments = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """The calls are small, and PyTorch's pool spins beside MAX's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def arguments_of(op: str, dtype: str = "f32", sizes: Mapping[str, int] = SMALL, seed: int = 0) -> Arguments:
+    """A valid call: normal numbers, one new row per sequence, biases and norms there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def array(name: str, kind: Array) -> torch.Tensor:
+        shape = [dim if isinstance(dim, int) else sizes[dim] for dim in kind.dims]
+        if kind.dtype == "int32":
+            return torch.tensor(INTEGERS[name][: shape[0]], dtype=torch.int32)
+        drawn = torch.rand(shape, generator=generator)
+        return (drawn if name == "uniform" else 2 * drawn - 1).to(TORCH[dtype if kind.dtype == "act" else kind.dtype])
+
+    signature = SIGNATURES[op]
+    return {name: NUMBERS[name] if isinstance(kind, Number) else array(name, kind) for name, kind in signature.items()}
+
+
+def rows() -> Iterator[OpRunner]:
+    for op in OPS.values():
+        for row in op.implementations.values():
+            for dtype in row.dtypes:
+                yield OpRunner(op, row, dtype)
+
+
+def name_of(runner: OpRunner) -> str:
+    return f"{runner.op.name}-{runner.implementation.name}-{runner.dtype}"
+
+
+RUNNERS = {name_of(runner): runner for runner in rows()}
+
+
+@lru_cache
+def callable_of(name: str) -> Callable[..., Any]:
+    """The row's checked callable for head_dim 64."""
+    runner = RUNNERS[name]
+    absent = [module for module in runner.implementation.requires if find_spec(module) is None]
+    if absent:
+        pytest.skip(f"{absent[0]} is not installed")
+    return runner.op.load(runner.implementation, runner.dtype, SMALL["D"])
+
+
+def call(name: str, arguments: Arguments) -> Outputs:
+    """Runs a call on copies of its arguments, so that what it writes in place stays apart."""
+    own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+    return RUNNERS[name].outputs(own, callable_of(name)(*own.values()))
+
+
+def assert_same_bits(one: Outputs, other: Outputs) -> None:
+    for key in one:
+        np.testing.assert_array_equal(one[key], other[key])
+
+
+def test_signatures_are_those_of_the_catalogue() -> None:
+    assert OPS.keys() <= SIGNATURES.keys()
+    for op in OPS.values():
+        dims = {name: max(dim.low, min(2, dim.high)) for name, dim in op.dims.items()}
+        drawn = OpRunner(op, op.implementations["torch"], "f32").arguments(
+            op.draw(Case(dims), np.random.default_rng(0))
+        )
+        signature = SIGNATURES[op.name]
+        assert list(drawn) == list(signature)
+        assert op.activations == {n for n, k in signature.items() if isinstance(k, Array) and k.dtype == "act"}
+        assert set(op.mutates) == {n for n, k in signature.items() if isinstance(k, Array) and k.written}
+        check(op.name, "f32", list(drawn.values()))
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One bad call: the arguments that change, and what the message says."""
+
+    op: str
+    said: str
+    change: Callable[[Arguments], Mapping[str, Any]]
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.said}"
+
+
+def puts(**values: Any) -> Callable[[Arguments], Mapping[str, Any]]:
+    """Replaces arguments; a list becomes an int32 tensor."""
+    return lambda given: {
+        name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value
+        for name, value in values.items()
+    }
+
+
+def turns(**changes: Callable[[Any], Any]) -> Callable[[Arguments], Mapping[str, Any]]:
+    return lambda given: {name: change(given[name]) for name, change in changes.items()}
+
+
+INF, NAN = math.inf, math.nan
+
+WRONG = (
+    Wrong("embedding", "ids must be from 0 and below 5, but ids[1] is 5", puts(ids=[0, 5])),
+    Wrong("embedding", "ids must be from 0 and below 5, but ids[0] is -1", puts(ids=[-1, 0])),
+    Wrong("embedding", "ids must be torch.int32 on cpu, not torch.int64 on cpu", turns(ids=lambda x: x.long())),
+    Wrong("embedding", "ids must be torch.int32 on cpu, not torch.int32 on meta", turns(ids=lambda x: x.to("meta"))),
+    Wrong("embedding", "ids must be a torch tensor, not list", turns(ids=lambda x: x.tolist())),
+    Wrong("embedding", "table has shape [0, 6], but V must be at least 1", turns(table=lambda x: x[:0])),
+    Wrong("rms_norm", "x must have 2 dimensions ['T', 'K'], not shape [1, 2, 6]", turns(x=lambda x: x[None])),
+    Wrong("rms_norm", "x must have 2 dimensions ['T', 'K'], not shape []", turns(x=lambda x: x[0, 0])),
+    Wrong("rms_norm", "x must be torch.float32 on cpu, not torch.float64 on cpu", turns(x=lambda x: x.double())),
+    Wrong("rms_norm", "weight has shape [1], but K is 6", turns(weight=lambda x: x[:1])),
+    Wrong("rms_norm", "eps must be from 0 to 3.4028234663852886e+38, not -1e-05", puts(eps=-1e-5)),
+    Wrong("rms_norm", "eps must be from 0 to 3.4028234663852886e+38, not nan", puts(eps=NAN)),
+    Wrong("rms_norm", "eps must be from 0 to 3.4028234663852886e+38, not inf", puts(eps=INF)),
+    Wrong("rms_norm", "eps must be float, not '1e-5'", puts(eps="1e-5")),
+    Wrong("rope", "positions must be from 0 and below 8, but positions[1] is 8", puts(positions=[0, 8])),
+    Wrong("rope", "positions must be from 0 and below 8, but positions[0] is -1", puts(positions=[-1, 0])),
+    Wrong("rope", "positions has shape [1], but T is 2", puts(positions=[0])),
+    Wrong("rope", "table has 63 columns, but must have an even number", turns(table=lambda x: x[:, :63].clone())),
+    Wrong("rope", "table has 128 columns", turns(table=lambda x: x.repeat(1, 2))),
+    Wrong(
+        "qkv_rope_append",
+        "wq has 192 rows and wk 64, but cache has 2 kv_heads of 64",
+        turns(
+            wq=lambda x: x[:192],
+            wk=lambda x: x[:64],
+            wv=lambda x: x[:64],
+            bias_q=lambda x: x[:192],
+            bias_k=lambda x: x[:64],
+            bias_v=lambda x: x[:64],
+        ),
+    ),
+    Wrong("qkv_rope_append", "wq has 255 rows", turns(wq=lambda x: x[:255], bias_q=lambda x: x[:255])),
+    Wrong(
+        "qkv_rope_append",
+        "the 3 heads of wq cannot share the 2 kv_heads of cache evenly",
+        turns(wq=lambda x: x[:192], bias_q=lambda x: x[:192]),
+    ),
+    Wrong("qkv_rope_append", "biases come all or not at all, but bias_k is None and bias_q is not", puts(bias_k=None)),
+    Wrong("qkv_rope_append", "norms come all or not at all, but norm_q is None and norm_k is not", puts(norm_q=None)),
+    Wrong("qkv_rope_append", "norm_q has shape [32], but D is 64", turns(norm_q=lambda x: x[:32])),
+    Wrong(
+        "qkv_rope_append",
+        "cache has shape [2, 2, 2, 8, 2, 32], but D is 64",
+        turns(cache=lambda x: x[..., :32].clone()),
+    ),
+    Wrong(
+        "qkv_rope_append", "cache has shape [2, 2, 1, 8, 2, 64], but 2 is 2", turns(cache=lambda x: x[:, :, :1].clone())
+    ),
+    Wrong("qkv_rope_append", "layer is 2, but cache has 2 layers", puts(layer=2)),
+    Wrong("qkv_rope_append", "layer must be from 0 to 2147483647, not -1", puts(layer=-1)),
+    Wrong("qkv_rope_append", "layer must be int, not 0.0", puts(layer=0.0)),
+    Wrong("qkv_rope_append", "layer must be int, not False", puts(layer=False)),
+    Wrong("qkv_rope_append", "start[0] is -1, so that 1 new rows end at position 0", puts(start=[-1, 0])),
+    Wrong(
+        "qkv_rope_append",
+        "start[1] is 8, so that 1 new rows end at position 9, but cache has 8 positions",
+        puts(start=[0, 8]),
+    ),
+    Wrong(
+        "qkv_rope_append",
+        "start[1] is 2147483647, so that 1 new rows end at position 2147483648",
+        puts(start=[0, 2**31 - 1]),
+    ),
+    Wrong("qkv_rope_append", "position 5, but cache has 8 positions and table 4", turns(table=lambda x: x[:4])),
+    Wrong("qkv_rope_append", "offsets goes from 0 to 99, but there are 2 rows", puts(offsets=[0, 1, 99])),
+    Wrong("qkv_rope_append", "offsets goes from 1 to 2, but there are 2 rows", puts(offsets=[1, 1, 2])),
+    Wrong("qkv_rope_append", "offsets has 2 numbers, start 2 and cache 2 slots", puts(offsets=[0, 2])),
+    Wrong(
+        "qkv_rope_append",
+        "offsets has 4 numbers, start 3 and cache 2 slots",
+        puts(offsets=[0, 1, 2, 2], start=[0, 0, 0]),
+    ),
+    Wrong("qkv_rope_append", "start has shape [0], but B must be at least 1", puts(offsets=[0], start=[])),
+    Wrong(
+        "attention_prefill",
+        "takes offsets that ascend, but offsets[1:3] is [4, 2]",
+        puts(offsets=[0, 4, 2], start=[0, 0]),
+    ),
+    Wrong(
+        "attention_prefill", "start[0] is 1000000, so that 1 new rows end at position 1000001", puts(start=[10**6, 0])
+    ),
+    Wrong("attention_prefill", "start[0] is -2, so that 1 new rows end at position -1", puts(start=[-2, 0])),
+    Wrong("attention_prefill", "window must be from 0 to 2147483647, not -1", puts(window=-1)),
+    Wrong("attention_prefill", "window must be from 0 to 2147483647, not 2147483648", puts(window=2**31)),
+    Wrong("attention_prefill", "scale must be from 0 to 3.4028234663852886e+38, not nan", puts(scale=NAN)),
+    Wrong("attention_prefill", "scale must be from 0 to 3.4028234663852886e+38, not -0.125", puts(scale=-0.125)),
+    Wrong("attention_prefill", "scale must be float, not None", puts(scale=None)),
+    Wrong(
+        "attention_prefill",
+        "the 3 heads of q cannot share the 2 kv_heads of cache evenly",
+        turns(q=lambda x: x[:, :3].clone()),
+    ),
+    Wrong("attention_prefill", "q has shape [2, 4, 0], but D is 64", turns(q=lambda x: x[..., :0])),
+    Wrong("attention_decode", "takes one row per sequence, but offsets[0:2] is [0, 2]", puts(offsets=[0, 2, 2])),
+    Wrong("attention_decode", "layer is 9, but cache has 2 layers", puts(layer=9)),
+    Wrong("attention_decode", "q has shape [2, 4, 1], but D is 64", turns(q=lambda x: x[..., :1])),
+    Wrong(
+        "attention_decode",
+        "cache has shape [2, 2, 2, 0, 2, 64], but capacity must be at least 1",
+        turns(cache=lambda x: x[:, :, :, :0]),
+    ),
+    Wrong("linear", "w has shape [3, 5], but K is 6", turns(w=lambda x: x[:, :5].clone())),
+    Wrong("linear", "x has shape [2, 0], but K must be at least 1", turns(x=lambda x: x[:, :0], w=lambda x: x[:, :0])),
+    Wrong("linear", "w must be a plain dense tensor, not a torch.sparse_coo", turns(w=lambda x: x.to_sparse())),
+    Wrong("linear_residual", "residual has shape [2, 1], but N is 3", turns(residual=lambda x: x[:, :1].clone())),
+    Wrong("gate_up_silu", "up has shape [1, 6], but N is 3", turns(up=lambda x: x[:1])),
+    Wrong("mlp", "down has shape [3, 6], but K is 6", turns(down=lambda x: x.T.contiguous())),
+    Wrong("mlp", "residual has shape [2, 3], but K is 6", turns(residual=lambda x: x[:, :3].clone())),
+    Wrong("lm_head", "rows must be from 0 and below 2, but rows[1] is 2", puts(rows=[0, 2])),
+    Wrong("lm_head", "rows must be from 0 and below 2, but rows[0] is -1", puts(rows=[-1, 0])),
+    Wrong("greedy", "logits has shape [2, 0], but V must be at least 1", turns(logits=lambda x: x[:, :0])),
+    Wrong("greedy", "logits must be torch.float32 on cpu, not torch.float16 on cpu", turns(logits=lambda x: x.half())),
+    Wrong("sample", "temperature must be above 0 to 3.4028234663852886e+38, not 0.0", puts(temperature=0.0)),
+    Wrong("sample", "temperature must be above 0 to 3.4028234663852886e+38, not inf", puts(temperature=INF)),
+    Wrong("sample", "top_p must be above 0 to 1, not 0", puts(top_p=0)),
+    Wrong("sample", "top_p must be above 0 to 1, not 1.0001", puts(top_p=1.0001)),
+    Wrong("sample", "top_p must be above 0 to 1, not nan", puts(top_p=NAN)),
+    Wrong("sample", "top_k must be from 0 to 2147483647, not -1", puts(top_k=-1)),
+    Wrong("sample", "vocab must be from 1 to 2147483647, not 0", puts(vocab=0)),
+    Wrong("sample", "vocab is 6, but logits has 5 columns", puts(vocab=6)),
+    Wrong(
+        "sample",
+        "uniform must be from 0 and below 1, but uniform[1] is 1.0",
+        turns(uniform=lambda x: torch.tensor([0.5, 1.0])),
+    ),
+    Wrong(
+        "sample",
+        "uniform must be from 0 and below 1, but uniform[0] is nan",
+        turns(uniform=lambda x: torch.tensor([NAN, 0.5])),
+    ),
+    Wrong("sample", "uniform has shape [3], but R is 2", turns(uniform=lambda x: torch.zeros(3))),
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_the_check_names_argument_and_values(wrong: Wrong) -> None:
+    arguments = arguments_of(wrong.op)
+    check(wrong.op, "f32", list(arguments.values()), head_dim=64)
+    arguments.update(wrong.change(arguments))
+    with pytest.raises(ValueError, match=re.escape(wrong.said)) as caught:
+        check(wrong.op, "f32", list(arguments.values()), head_dim=64)
+    assert str(caught.value).startswith(wrong.op)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_dim_that_no_kernel_serves_is_refused_before_it_is_compiled() -> None:
+    arguments = arguments_of("attention_decode", sizes=SMALL | {"D": 264})
+    with pytest.raises(ValueError, match="cache has a head_dim of 264, the largest is 256"):
+        check("attention_decode", "f32", list(arguments.values()))
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_bad_calls_raise_on_every_row_and_leave_it_working(name: str) -> None:
+    runner = RUNNERS[name]
+    good = arguments_of(runner.op.name, runner.dtype)
+    before = call(name, good)
+    for wrong in (wrong for wrong in WRONG if wrong.op == runner.op.name):
+        with pytest.raises(ValueError, match=re.escape(wrong.op)):
+            callable_of(name)(*(good | wrong.change(good)).values())
+    for count in (0, len(good) - 1, len(good) + 1):
+        with pytest.raises(ValueError, match=f"{runner.op.name} takes .*; {count} arguments were given"):
+            callable_of(name)(*[*good.values(), None][:count])
+    assert_same_bits(call(name, good), before)
+
+
+def odd_strides(x: torch.Tensor, n: int) -> torch.Tensor:
+    """The same values in a view that is not contiguous, or that starts or strides oddly but is."""
+    if x.dim() == 0:
+        return x
+    match n % 4:
+        case 0:
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        case 1:
+            return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+        case 2:
+            return torch.cat([torch.zeros_like(x[:1]), x])[1:]
+        case _:
+            return x.as_strided(x.shape, [1 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)])
+
+
+def resized(x: torch.Tensor, n: int) -> torch.Tensor:
+    """One axis one or more elements shorter or longer, or empty."""
+    if x.dim() == 0:
+        return x
+    axis, to = n % x.dim(), (0, -1, 1, 7)[n // 7 % 4]
+    size = max(x.shape[axis] + to, 0) if to else 0
+    return x.repeat_interleave(2 + size // max(x.shape[axis], 1), axis).narrow(axis, 0, size)
+
+
+def renumbered(x: torch.Tensor, n: int) -> torch.Tensor:
+    """One element replaced, or all of them in another order."""
+    if not x.numel() or x.is_complex() or x.dtype == torch.bool:
+        return x
+    if n % 3 == 0:
+        return x.flip(0)
+    values = (-1, 0, 1, -(2**31), 2**31 - 1, x.numel(), 8, NAN if x.is_floating_point() else -2)
+    x = x.clone()
+    x.view(-1)[n % x.numel()] = values[n // 3 % len(values)]
+    return x
+
+
+ARRAY_FAULTS: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "rank": lambda x, n: (x[None], x.flatten(), x.sum(), x[..., None])[n % 4],
+    "dtype": lambda x, n: x.to(
+        (
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.int64,
+            torch.int32,
+            torch.bool,
+            torch.complex64,
+            torch.uint8,
+        )[n % 9]
+    ),
+    "size": resized,
+    "values": renumbered,
+    "strides": odd_strides,
+    "another": lambda x, n: (None, x.tolist(), x.float().numpy(), "tensor", 3, NAN, x.to("meta"), object, [x], {})[
+        n % 10
+    ],
+    "kind": lambda x, n: (
+        lambda: torch.nn.Parameter(x, x.is_floating_point()),
+        lambda: x.to_sparse(),
+        lambda: torch.nested.nested_tensor([x]),
+        lambda: torch.complex(x.float(), x.float()).conj().imag,  # negated lazily: a bit of the view
+        lambda: x.expand(2, *x.shape),
+    )[n % 5](),
+}
+NUMBER_FAULTS = (
+    *(
+        NAN,
+        INF,
+        -INF,
+        -1,
+        -0.0,
+        0,
+        1,
+        1.5,
+        -1e-30,
+        1e-40,
+        1e39,
+        1e300,
+        2**31 - 1,
+        2**31,
+        2**32,
+        2**63,
+        2**100,
+        -(2**31),
+    ),
+    *(True, None, "1", [1], 1j, np.float32(1), np.int64(1), torch.tensor(1), torch.ones(2), float, b"1"),
+)
+
+
+# Scores so far apart that float32 rounds them away are neither a bad call nor a test of a good one.
+LARGEST = {"scale": 1e3, "temperature": 1e30}
+
+
+def damaged(good: Arguments, at: int, fault: str, n: int) -> Arguments:
+    """Gives one argument the fault; ``swap`` exchanges it with another."""
+    names = list(good)
+    name = names[at % len(names)]
+    value = good[name]
+    if fault == "swap":
+        other = names[n % len(names)]
+        return good | {name: good[other], other: value}
+    if isinstance(value, torch.Tensor):
+        return good | {name: ARRAY_FAULTS[fault](value, n)}
+    return good | {name: NUMBER_FAULTS[n % len(NUMBER_FAULTS)]}
+
+
+def plain(value: Any) -> Any:
+    """An argument as the references take it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().clone()
+    return value.float().numpy() if value.is_floating_point() else value.numpy()
+
+
+def settle(name: str, good: Arguments, at: int, fault: str, n: int) -> None:
+    """Makes a call that may be wrong: it is a ``ValueError`` that writes nothing, or its result passes the verdict."""
+    runner = RUNNERS[name]
+    given = damaged(good, at, fault, n)
+    cache = good["cache"].clone() if "cache" in good else None
+    said = refusal(check, runner.op.name, runner.dtype, list(given.values()), head_dim=64, strided="handled")
+    inputs = {} if said else {key: plain(value) for key, value in given.items()}
+    result: list[Any] = []
+    refused = refusal(lambda: result.append(callable_of(name)(*given.values())))
+    if refused:
+        assert refused == said or (not said and "contiguous" in refused)
+        assert refused.startswith(runner.op.name)
+        assert cache is None or torch.equal(good["cache"], cache), "a refused call wrote to the cache"
+        return
+    assert not said, f"a wrong call ran: {said}"
+    if all(inputs[key] <= largest for key, largest in LARGEST.items() if key in inputs):
+        reason = runner.judge(inputs, runner.outputs({key: plain(value) for key, value in given.items()}, *result))
+        assert not reason, reason
+
+
+def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The message of the ``ValueError`` that a call raises, empty when it raises none."""
+    try:
+        function(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*NumPy array is not writable.*:UserWarning")
+@pytest.mark.parametrize("name", RUNNERS)
+def test_any_call_is_a_value_error_or_right_and_leaves_the_row_working(name: str) -> None:
+    runner = RUNNERS[name]
+    op = runner.op.name
+    before = {size["T"]: call(name, arguments_of(op, runner.dtype, size)) for size in (SMALL, LARGE)}
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(
+        st.sampled_from((SMALL, LARGE)),
+        st.integers(0, 2**10),
+        st.integers(0, len(SIGNATURES[op]) - 1),
+        st.sampled_from((*ARRAY_FAULTS, "swap")),
+        st.integers(0, 2**10),
+    )
+    def any_call(size: Mapping[str, int], seed: int, at: int, fault: str, n: int) -> None:
+        with torch.no_grad():
+            settle(name, arguments_of(op, runner.dtype, size, seed), at, fault, n)
+            assert_same_bits(call(name, arguments_of(op, runner.dtype, size)), before[size["T"]])
+
+    any_call()
