@@ -40,10 +40,10 @@ class Array:
 
 @dataclass(frozen=True)
 class Number:
-    """A scalar argument: an int that an int32 holds, or a float or int that a float32 holds.
+    """A scalar argument: an int that an int32 holds, or where a float is due a float that a float32 holds.
 
     Attributes:
-        kind: ``int`` or ``float``.
+        kind: ``int``, or ``float``, which an int may stand for.
         low: Least value.
         high: Largest value.
         above: ``low`` itself is left out.
@@ -174,7 +174,7 @@ def _all_absent(op: str, name: str, group: str, given: Mapping[str, Any]) -> Non
 def _number(op: str, name: str, kind: Number, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int if kind.kind is int else (int, float)):
         raise ValueError(f"{op}: {name} must be {kind.kind.__name__}, not {value!r}")
-    high = min(kind.high, _LARGEST_INT32 if kind.kind is int else _LARGEST_F32)
+    high = min(kind.high, _LARGEST_INT32 if isinstance(value, int) else _LARGEST_F32)
     # NaN is in no range.
     if not kind.low <= value <= high or (kind.above and value == kind.low):
         raise ValueError(
