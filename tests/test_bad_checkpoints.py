@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tiny_checkpoints
+from command_line import Run
 from shipway.errors import ShipwayError
 from shipway.model.checkpoint import open_checkpoint
 
@@ -25,14 +26,42 @@ def truncate(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
 
 
-def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrites a safetensors header and leaves the data alone."""
+def header_of(path: Path) -> bytes:
+    """The header of a safetensors file, without the spaces that align what follows."""
     data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
+    return data[8 : 8 + int.from_bytes(data[:8], "little")].rstrip()
+
+
+def write_header(path: Path, header: bytes) -> None:
+    """Replaces the header of a safetensors file and leaves the data alone."""
+    data = path.read_bytes()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + int.from_bytes(data[:8], "little") :])
+
+
+def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    header = json.loads(header_of(path))
     change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    write_header(path, json.dumps(header).encode())
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+
+
+def patch_after(path: Path, mark: bytes, skip: int, data: bytes) -> None:
+    patch(path, path.read_bytes().index(mark) + len(mark) + skip, data)
+
+
+def assert_one_line(problem: ShipwayError, path: Path, run: Run) -> None:
+    """The message is one line that names the path, and the command line says it and nothing more, with exit code 2."""
+    assert "\n" not in str(problem)
+    assert str(path) in str(problem)
+    code, _, said = run("inspect", path)
+    assert code == 2
+    assert said.splitlines()[-1] == " ".join(f"shipway: {problem}".split())
+    assert "Traceback" not in said
 
 
 SHARD = "model-00002-of-00004.safetensors"
@@ -40,10 +69,29 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 NORM = "model.norm.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+HTML = b"<!DOCTYPE html><html><head><title>404</title></head><body>Not found</body></html>"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 269060552\n"
 
 SAFETENSORS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config is not JSON": ("llama2", lambda d: truncate(d / "config.json", 40), r"config\.json is not valid JSON"),
     "config is a list": ("llama2", lambda d: (d / "config.json").write_text("[]"), r"config\.json holds a JSON list"),
+    "config is an HTML page": (
+        "llama2",
+        lambda d: (d / "config.json").write_bytes(HTML),
+        r"config\.json is not valid JSON: .* \(it looks like an HTML or XML page\)",
+    ),
+    "config nests too deeply": (
+        "llama2",
+        lambda d: (d / "config.json").write_text('{"a": ' + "[" * 99999),
+        r"config\.json is not valid JSON: it nests too deeply",
+    ),
+    "config is empty": ("llama2", lambda d: truncate(d / "config.json", 0), r"config\.json is not valid JSON"),
+    "config is a directory": (
+        "llama2",
+        lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
+        r"neither config\.json nor a GGUF file",
+    ),
     "config is binary": ("llama2", lambda d: (d / "config.json").write_bytes(b"\xff\xfe{"), r"config\.json is not"),
     "no weights": ("llama2", lambda d: (d / WEIGHTS).unlink(), "only safetensors and GGUF"),
     "empty weights": ("llama2", lambda d: truncate(d / WEIGHTS, 0), "is empty"),
@@ -52,6 +100,16 @@ SAFETENSORS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated data": ("llama2", lambda d: truncate(d / WEIGHTS, 9000), r"truncated: tensor .* ends at byte"),
     "a zip archive": ("llama2", lambda d: (d / WEIGHTS).write_bytes(b"PK\x03\x04" * 99), "not a safetensors file"),
     "a GGUF file": ("llama2", lambda d: (d / WEIGHTS).write_bytes(b"GGUF\3\0\0\0" * 99), "not a safetensors file"),
+    "an HTML page": ("llama2", lambda d: (d / WEIGHTS).write_bytes(HTML), "looks like an HTML or XML page"),
+    "a Git LFS pointer": ("llama2", lambda d: (d / WEIGHTS).write_bytes(POINTER), "`git lfs pull` fetches"),
+    "a directory": ("llama2", lambda d: ((d / WEIGHTS).unlink(), (d / WEIGHTS).mkdir()), "only safetensors and GGUF"),
+    "header of 2^63 bytes": (
+        "llama2",
+        lambda d: patch(d / WEIGHTS, 0, struct.pack("<Q", 1 << 63)),
+        "not a safetensors file: it looks like a safetensors file",
+    ),
+    "header nests too deeply": ("llama2", lambda d: write_header(d / WEIGHTS, b"[" * 99999), "not a JSON object"),
+    "header is a list": ("llama2", lambda d: write_header(d / WEIGHTS, b"[]"), "not a JSON object"),
     "header is no JSON": (
         "llama2",
         lambda d: (d / WEIGHTS).write_bytes((8).to_bytes(8, "little") + b"notjson!"),
@@ -62,11 +120,61 @@ SAFETENSORS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].pop("dtype")),
         f"{NORM} is incomplete",
     ),
+    "entry is a text": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h.update({NORM: "F32"})),
+        f"{NORM} is incomplete",
+    ),
+    "dtype is a list": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(dtype=["F32"])),
+        r"has dtype \['F32'\]",
+    ),
+    "shape is fractional": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(shape=[64.5])),
+        r"damaged: tensor model\.norm\.weight of shape \[64\.5\]",
+    ),
+    "shape is infinite": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(shape=[float("inf")])),
+        r"damaged: tensor model\.norm\.weight of shape \[inf\]",
+    ),
+    "shape no machine addresses": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(shape=[2**63, 0], data_offsets=[0, 0])),
+        r"damaged: tensor model\.norm\.weight",
+    ),
+    "offsets outside the file": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(data_offsets=[10**9, 10**9 + 256])),
+        rf"truncated: tensor {NORM} ends at byte 10000\d+ of \d+",
+    ),
+    "offsets before the data": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(data_offsets=[-256, 0])),
+        f"damaged: tensor {NORM}",
+    ),
+    "tensors overlap": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(data_offsets=[4, 260])),
+        "begins within another",
+    ),
+    "tensor listed twice": (
+        "llama2",
+        lambda d: write_header(d / WEIGHTS, header_of(d / WEIGHTS)[:-1] + b', "model.norm.weight": {}}'),
+        f"damaged: its header lists {NORM} twice",
+    ),
+    "name of many lines": (
+        "llama2",
+        lambda d: edit_header(d / WEIGHTS, lambda h: h.update({"a\n\x1b[31m" * 10**5: {"dtype": "F64"}})),
+        r"header entry of tensor a  \[31ma .* \.\.\.$",
+    ),
     "dtype F64": ("llama2", lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(dtype="F64")), "F64"),
     "offsets do not fit": (
         "llama2",
         lambda d: edit_header(d / WEIGHTS, lambda h: h[NORM].update(data_offsets=[0, 8])),
-        f"{NORM} of shape .* spans 8 bytes",
+        f"{NORM} of shape .* has the bytes \\[0, 8\\]",
     ),
     "tensor missing": ("llama2", lambda d: edit_header(d / WEIGHTS, lambda h: h.pop(Q)), f"lacks tensor {Q}"),
     "tensor misshapen": (
@@ -77,7 +185,7 @@ SAFETENSORS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "tensor not of the model": (
         "llama2",
         lambda d: edit_header(
-            d / WEIGHTS, lambda h: h.update({"model.layers.0.self_attn.o_proj.bias": h[NORM], "x": h[NORM]})
+            d / WEIGHTS, lambda h: h.update(dict.fromkeys(("model.layers.0.self_attn.o_proj.bias", "x"), EMPTY))
         ),
         r"holds tensor model\.layers\.0\.self_attn\.o_proj\.bias and 1 more, which a llama model does not use",
     ),
@@ -98,6 +206,27 @@ SAFETENSORS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda d: edit_json(d / INDEX, lambda i: i["weight_map"].update({NORM: "../other.safetensors"})),
         r"\.\./other\.safetensors",
     ),
+    "tensor in two shards": (
+        "mistral",
+        lambda d: (
+            (d / "z.safetensors").write_bytes((d / SHARD).read_bytes()),
+            edit_json(d / INDEX, lambda i: i["weight_map"].update({"model.more": "z.safetensors"})),
+        ),
+        r"z\.safetensors holds tensor model\..*, which another shard holds too",
+    ),
+    "index names a directory": (
+        "mistral",
+        lambda d: (
+            (d / "z.safetensors").mkdir(),
+            edit_json(d / INDEX, lambda i: i["weight_map"].update({NORM: "z.safetensors"})),
+        ),
+        r"names z\.safetensors, which is not in",
+    ),
+    "index of numbers": (
+        "mistral",
+        lambda d: edit_json(d / INDEX, lambda i: i.update(weight_map={NORM: 2})),
+        "no weight_map of tensor names to files",
+    ),
     "index corrupt": ("mistral", lambda d: truncate(d / INDEX, 50), f"{INDEX} is not valid JSON"),
     "index without map": ("mistral", lambda d: (d / INDEX).write_text("{}"), "no weight_map"),
     "index names a tensor its shard lacks": (
@@ -109,15 +238,14 @@ SAFETENSORS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", SAFETENSORS)
-def test_a_faulty_directory_is_one_clear_line(fault: str, tmp_path: Path) -> None:
+def test_a_faulty_directory_is_one_clear_line(fault: str, tmp_path: Path, run: Run) -> None:
     name, damage, said = SAFETENSORS[fault]
     directory = tiny_checkpoints.make(name, tmp_path / name)
     open_checkpoint(directory)
     damage(directory)
     with pytest.raises(ShipwayError, match=said) as caught:
         open_checkpoint(directory)
-    assert "\n" not in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+    assert_one_line(caught.value, directory, run)
 
 
 TOKENIZERS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -198,20 +326,18 @@ def gguf_file(tmp_path: Path) -> Path:
     return tiny_checkpoints.write_gguf(tmp_path / "hf", tmp_path / "model.gguf")
 
 
-def patch(path: Path, at: int, data: bytes) -> None:
-    content = bytearray(path.read_bytes())
-    content[at : at + len(data)] = data
-    path.write_bytes(content)
-
-
-def patch_after(path: Path, mark: bytes, skip: int, data: bytes) -> None:
-    patch(path, path.read_bytes().index(mark) + len(mark) + skip, data)
-
-
 HUGE = struct.pack("<Q", 1 << 60)
 
 GGUF: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another file": (lambda p: p.write_bytes(b"PK\x03\x04" * 99), r"not a GGUF file: it starts with b'PK"),
+    "another file": (lambda p: p.write_bytes(b"PK\x03\x04" * 99), "not a GGUF file: it looks like a zip archive"),
+    "an HTML page": (lambda p: p.write_bytes(HTML), "not a GGUF file: it looks like an HTML or XML page"),
+    "a Git LFS pointer": (lambda p: p.write_bytes(POINTER), "not a GGUF file: it looks like a Git LFS pointer"),
+    "plain text": (lambda p: p.write_text("see the README"), "not a GGUF file: it starts with b'see '"),
+    "a safetensors file": (
+        lambda p: p.write_bytes((p.parent / "hf" / WEIGHTS).read_bytes()),
+        "not a GGUF file: it looks like a safetensors file",
+    ),
+    "a directory": (lambda p: (p.unlink(), p.mkdir()), "holds no checkpoint"),
     "empty": (lambda p: truncate(p, 0), "is empty"),
     "only the magic": (lambda p: truncate(p, 4), "runs past the end"),
     "header truncated": (lambda p: truncate(p, 300), "runs past the end"),
@@ -223,6 +349,10 @@ GGUF: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge array": (lambda p: patch_after(p, b"tokenizer.ggml.tokens", 8, HUGE), "runs past the end"),
     "huge array of numbers": (lambda p: patch_after(p, b"tokenizer.ggml.token_type", 8, HUGE), "runs past the end"),
     "unknown value type": (lambda p: patch_after(p, b"llama.block_count", 0, b"\x63"), "unknown type 99"),
+    "arrays in arrays": (
+        lambda p: patch_after(p, b"tokenizer.ggml.tokens", 4, struct.pack("<IQ", 9, 1) * 9999),
+        "nests too deeply",
+    ),
     "name not UTF-8": (lambda p: patch_after(p, b"token_embd.weigh", 0, b"\xff"), "utf-8"),
     "unknown tensor type": (lambda p: patch_after(p, b"output_norm.weight", 12, b"\x63"), "unknown type 99"),
     "tensor renamed": (lambda p: patch_after(p, b"output_nor", 0, b"x"), r"lacks tensor model\.norm\.weight"),
@@ -233,15 +363,14 @@ GGUF: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", GGUF)
-def test_a_faulty_gguf_is_one_clear_line(fault: str, tmp_path: Path) -> None:
+def test_a_faulty_gguf_is_one_clear_line(fault: str, tmp_path: Path, run: Run) -> None:
     damage, said = GGUF[fault]
     path = gguf_file(tmp_path)
     open_checkpoint(path)
     damage(path)
     with pytest.raises(ShipwayError, match=said) as caught:
         open_checkpoint(path)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
+    assert_one_line(caught.value, path, run)
 
 
 def test_paths_without_a_checkpoint_say_what_is_missing(tmp_path: Path) -> None:

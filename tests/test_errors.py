@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shipway.errors import this_python
+from shipway.errors import ShipwayError, this_python
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,10 @@ def test_folder_that_is_gone_does_not_hide_the_message(tmp_path: Path, monkeypat
     os.rmdir(tmp_path / "gone")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert this_python("-m pip install max") == f"{tmp_path}/python -m pip install max"
+
+
+def test_message_stays_one_line_whatever_it_quotes() -> None:
+    assert (
+        str(ShipwayError("m.gguf: key 'a\n\x1b[31mb\u2028c' is not known")) == "m.gguf: key 'a  [31mb c' is not known"
+    )
+    assert str(ShipwayError("x" * 5000)) == "x" * 1000 + " ..."

@@ -5,11 +5,20 @@ import shlex
 import sys
 from pathlib import Path
 
+_LONGEST_LINE = 1000
+
 
 class ShipwayError(Exception):
-    """Bad usage or bad input (exit code 2). The message is one line: what is wrong and what to do."""
+    """Bad usage or bad input (exit code 2). The message is one line: what is wrong and what to do.
+
+    What a damaged file holds may be quoted: control characters count as spaces and a long line is cut.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        cut = message[:_LONGEST_LINE] + (" ..." if len(message) > _LONGEST_LINE else "")
+        super().__init__("".join(c if c.isprintable() else " " for c in cut))
 
 
 class CannotRunError(ShipwayError):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from shipway.errors import ShipwayError
 from shipway.model.config import ModelConfig
@@ -16,6 +18,8 @@ from shipway.model.gguf_weights import GgufWeights
 from shipway.model.safetensors_files import open_safetensors, read_json
 from shipway.model.tokenizer import Tokenizer, hf_tokenizer
 from shipway.model.weights import Weight
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Checkpoint:
                 f"{self.path}: the tokenizer has {tokenizer.vocab_size} tokens but the embedding only "
                 f"{self.config.vocab_size} rows: the two are not of one model"
             )
+        if tokenizer.bos_id is not None and not 0 <= tokenizer.bos_id < self.config.vocab_size:
+            raise ShipwayError(f"{self.path}: the BOS token {tokenizer.bos_id} is none of {self.config.vocab_size}")
         return tokenizer
 
 
@@ -74,14 +80,26 @@ def _open_directory(path: Path) -> Checkpoint:
     raw = read_json(config_file)
     with _about(config_file):
         config = ModelConfig.from_hf(raw)
-    # Old Llama exports keep RoPE frequencies as buffers; a tied LM head may be saved twice. Both are redundant.
-    weights = {
-        name: weight
-        for name, weight in open_safetensors(path).items()
-        if not name.endswith(".rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings)
-    }
+    # Old Llama exports keep RoPE frequencies as buffers, which are redundant.
+    weights = {n: w for n, w in open_safetensors(path).items() if not n.endswith(".rotary_emb.inv_freq")}
+    if config.tie_word_embeddings and (head := weights.get(_HEAD)) is not None:
+        # Saved beside the embedding, a tied LM head is redundant; where the two differ the flag is wrong, and
+        # transformers believes the tensors.
+        if _same_bytes(head, weights.get(_EMBEDDING)):
+            del weights[_HEAD]
+        else:
+            config = replace(config, tie_word_embeddings=False)
     _check(path, config, {name: weight.shape for name, weight in weights.items()})
     return Checkpoint(path, "safetensors", config, weights)
+
+
+def _same_bytes(one: Weight, other: Weight | None) -> bool:
+    if other is None or (one.format, one.shape) != (other.format, other.shape):
+        return False
+    first, second = one.blocks.reshape(-1), other.blocks.reshape(-1)
+    # Piece by piece: a comparison makes an array of its own, and the matrices may be of gigabytes.
+    step = 1 << 22
+    return all(np.array_equal(first[at : at + step], second[at : at + step]) for at in range(0, len(first), step))
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -30,6 +30,7 @@ _MOST_LAYERS = 4096  # a damaged number must not make us list the tensors of a b
 
 # What transformers assumes where config.json says nothing.
 _MAX_POSITIONS = {"llama": 2048, "mistral": 4096 * 32, "qwen2": 32768, "qwen3": 32768}
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # llama: as many as query heads, as null means everywhere
 _WINDOW, _MAX_WINDOW_LAYERS, _QWEN3_HEAD_DIM, _EPS = 4096, 28, 128, 1e-6
 
 
@@ -99,24 +100,25 @@ class ModelConfig:
         head_dim = _positive(config, "head_dim", default_head_dim)
         layers = _positive(config, "num_hidden_layers", most=_MOST_LAYERS)
         max_positions = _positive(config, "max_position_embeddings", _MAX_POSITIONS[architecture])
-        bos = config.get("bos_token_id")
+        kv_heads = heads if "num_key_value_heads" in config else _KV_HEADS.get(architecture, heads)
+        bos = token_ids(config.get("bos_token_id"), "bos_token_id")
         return cls(
             architecture=architecture,
             hidden_size=hidden,
             intermediate_size=_positive(config, "intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=_positive(config, "num_key_value_heads", heads),
+            num_key_value_heads=_positive(config, "num_key_value_heads", kv_heads),
             head_dim=head_dim,
             vocab_size=_positive(config, "vocab_size"),
             rms_norm_eps=number(config, "rms_norm_eps", _EPS),
             max_position_embeddings=max_positions,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
             qkv_bias=architecture == "qwen2",
             qk_norm=architecture == "qwen3",
             rope=RopeConfig.from_hf(config, head_dim, max_positions),
             sliding_window=_hf_windows(architecture, config, layers),
-            bos_id=bos if isinstance(bos, int) else None,
+            bos_id=bos[0] if bos else None,
             eos_ids=token_ids(config.get("eos_token_id"), "eos_token_id"),
         )
 
@@ -144,12 +146,21 @@ class ModelConfig:
         if embedding is None or len(embedding.shape) != 2:
             raise ShipwayError("tensor token_embd.weight is missing or not a matrix")
         layers = _positive(own, "block_count", most=_MOST_LAYERS)
-        window = own.get("attention.sliding_window") or None
+        window = _positive(own, "attention.sliding_window") if own.get("attention.sliding_window") else None
         pattern = own.get("attention.sliding_window_pattern", [True] * layers)
         if not isinstance(pattern, list) or len(pattern) != layers:
             raise ShipwayError(f"sliding window pattern {pattern!r} is not supported: it must name each layer")
         max_positions = _positive(own, "context_length")
-        ids = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
+        rope = _gguf_rope(file, own, head_dim, max_positions)
+        if architecture == "llama" and rope.rotary_dim != head_dim:
+            raise ShipwayError(
+                f"rope.dimension_count {rope.rotary_dim} with heads of {head_dim} is not supported in a llama GGUF: "
+                "the order of its q and k rows is not defined"
+            )
+        ids = {
+            key: token_ids(file.metadata.get(f"tokenizer.ggml.{key}_token_id"), f"{key}_token_id")
+            for key in ("bos", "eos", "eot")
+        }
         return cls(
             architecture=architecture,
             hidden_size=hidden,
@@ -164,10 +175,10 @@ class ModelConfig:
             tie_word_embeddings="output.weight" not in file.tensors,
             qkv_bias=architecture == "qwen2",
             qk_norm=architecture == "qwen3",
-            rope=_gguf_rope(file, own, head_dim, max_positions),
-            sliding_window=tuple(int(window) if window and local else None for local in pattern),
-            bos_id=ids["bos"],
-            eos_ids=tuple(dict.fromkeys(i for i in (ids["eos"], ids["eot"]) if i is not None)),
+            rope=rope,
+            sliding_window=tuple(window if local else None for local in pattern),
+            bos_id=ids["bos"][0] if ids["bos"] else None,
+            eos_ids=tuple(dict.fromkeys((*ids["eos"], *ids["eot"]))),
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -259,14 +270,16 @@ def _hf_windows(architecture: str, config: Mapping[str, Any], layers: int) -> tu
         window = config.get("sliding_window", _WINDOW)
         first = 0
     elif architecture in ("qwen2", "qwen3"):
-        window = config.get("sliding_window", _WINDOW) if config.get("use_sliding_window", False) else None
+        window = config.get("sliding_window", _WINDOW) if _flag(config, "use_sliding_window") else None
         first = config.get("max_window_layers", _MAX_WINDOW_LAYERS)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ShipwayError(f"max_window_layers must be a number of layers, not {first!r}")
     else:
         window, first = config.get("sliding_window"), 0
         if window is not None:
             raise ShipwayError(f"sliding_window {window} on a llama checkpoint is not supported")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window <= 0):
-        raise ShipwayError(f"sliding_window must be a positive number of tokens, not {window!r}")
+    if window is not None:
+        window = _positive(config, "sliding_window", window)
     windows = tuple(window if layer >= first else None for layer in range(layers))
     types = config.get("layer_types")
     if types is None:
@@ -314,16 +327,24 @@ def _gguf_rope(file: GgufFile, own: Mapping[str, Any], head_dim: int, max_positi
     )
 
 
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    """Reads a flag that is off where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ShipwayError(f"{key} must be true or false, not {value!r}")
+    return bool(value)
+
+
 def _positive(values: Mapping[str, Any], key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
     value = values.get(key)
     if value is None:
         value = default
     if value is None:
         raise ShipwayError(f"the configuration lacks {key}")
-    if isinstance(value, list) and len(set(value)) == 1:
-        value = value[0]  # GGUF may state a number once per layer
-    if isinstance(value, list):
-        raise ShipwayError(f"{key} differs between layers: not supported")
+    if isinstance(value, list):  # GGUF may state a number once per layer
+        if not value or any(other != value[0] for other in value):
+            raise ShipwayError(f"{key} differs between layers: not supported")
+        value = value[0]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
         raise ShipwayError(f"{key} must be an integer from 1 to {most}, not {value!r}")
     return value

@@ -18,12 +18,13 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from shipway.errors import ShipwayError
-from shipway.model.mapping import map_file
+from shipway.model.mapping import looks_like, map_file
 from shipway.model.weights import PLAIN
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _F32, _STRING, _ARRAY = 6, 8, 9
 _MAX_DIMENSIONS = 4
+_MIN_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,18 @@ class GgufFile:
         """
         mapped = map_file(path)
         if mapped[:4] != b"GGUF":
-            raise ShipwayError(f"{path} is not a GGUF file: it starts with {bytes(mapped[:4])!r}")
+            raise ShipwayError(f"{path} is not a GGUF file: {looks_like(mapped[:64])}")
         try:
             metadata, infos, data_start = _Cursor(mapped).header()
             tensors = {name: _tensor(mapped, data_start, name, *info) for name, info in infos.items()}
-        except (struct.error, ValueError, IndexError) as problem:
-            # struct.error is a read past the end; ValueError is UnicodeDecodeError and what this module raises.
+        except RecursionError:
+            raise ShipwayError(f"{path} is a damaged GGUF file: its metadata nests too deeply") from None
+        except (struct.error, ValueError, OverflowError) as problem:
+            # struct.error is a read past the end; ValueError is UnicodeDecodeError and what this module raises;
+            # NumPy overflows on an empty tensor whose other dimensions no machine addresses.
             reason = "its header runs past the end of the file" if isinstance(problem, struct.error) else problem
             raise ShipwayError(f"{path} is a damaged GGUF file: {reason}") from None
-        if metadata.get("split.count", 1) > 1:
+        if metadata.get("split.count", 1) not in (0, 1):
             raise ShipwayError(f"{path} is one of {metadata['split.count']} parts: merge them with llama-gguf-split")
         return cls(path, metadata, tensors)
 
@@ -89,6 +93,8 @@ class _Cursor:
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._string()
+            if key in metadata:
+                raise ValueError(f"metadata {key!r} is listed twice")
             metadata[key] = self._value(self._scalar("<I"))
         infos: dict[str, tuple[list[int], int, int]] = {}
         for _ in range(tensor_count):
@@ -98,8 +104,12 @@ class _Cursor:
             sizes = [self._scalar("<Q") for _ in range(dimensions)]
             infos[name] = (sizes[::-1], self._scalar("<I"), self._scalar("<Q"))
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise ValueError(f"alignment {alignment!r} is not a power of two")
+        # The least is that of the widest numbers, so that no tensor lies across them.
+        if type(alignment) is not int or alignment < _MIN_ALIGNMENT or alignment & (alignment - 1):
+            raise ValueError(f"alignment {alignment!r} is not a power of two from {_MIN_ALIGNMENT}")
+        for name, (_, _, offset) in infos.items():
+            if offset % alignment:
+                raise ValueError(f"tensor {name} lies at byte {offset}, not a multiple of {alignment}")
         return metadata, infos, -(-self._at // alignment) * alignment
 
     def _scalar(self, code: str) -> Any:

@@ -49,8 +49,9 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     model, tokens = own.get("model"), own.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ShipwayError(f"{file.path} holds no tokenizer")
-    pre = own.get("pre", "default")
+    pre, template = own.get("pre", "default"), file.metadata.get("tokenizer.chat_template")
     try:
+        _check_types(own, template)
         if model == "gpt2":
             backend = _byte_level(own, tokens, pre)
             kind, adds_bos = f"gpt2/{pre}", _CUTS[pre] is _LLAMA3
@@ -70,7 +71,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
 
     def token_id(name: str) -> int | None:
         value = own.get(f"{name}_token_id")
-        return value if isinstance(value, int) and value < len(tokens) else None
+        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
 
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: token_id(key) for name, key in names.items()}
@@ -81,9 +82,22 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         bos_id=ids["bos_token"],
         eos_ids=tuple(dict.fromkeys(i for i in (ids["eos_token"], token_id("eot"), token_id("eom")) if i is not None)),
         special_tokens={name: tokens[i] for name, i in ids.items() if i is not None},
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         chat_template_file=file.path,
     )
+
+
+def _check_types(own: dict[str, Any], template: Any) -> None:
+    """Checks that the lists hold what the format defines, which a file may state otherwise."""
+    for key, kind in (("tokens", str), ("merges", str), ("scores", float), ("token_type", int)):
+        values = own.get(key) or []
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise ShipwayError(f"tokenizer.ggml.{key} must be a list of {kind.__name__}")
+    if not isinstance(own.get("pre", ""), str) or not isinstance(template or "", str):
+        raise ShipwayError("tokenizer.ggml.pre and tokenizer.chat_template must be texts")
+    unknown = own.get("unknown_token_id", 0)
+    if not isinstance(unknown, int) or not 0 <= unknown < len(own["tokens"]):
+        raise ShipwayError(f"unknown_token_id {unknown!r} is none of the {len(own['tokens'])} tokens")
 
 
 def _byte_level(own: dict[str, Any], tokens: list[str], pre: str) -> Backend:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from shipway.errors import ShipwayError
 from shipway.model.config import ModelConfig
-from shipway.model.gguf_file import GgufFile
+from shipway.model.gguf_file import GgufFile, GgufTensor
 from shipway.model.weights import Weight
 
 _TOP = {
@@ -55,7 +56,13 @@ class GgufWeights(Mapping[str, Weight]):
     """
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
-        self._tensors = {hf_name(n): t for n, t in file.tensors.items() if n not in CONFIGURATION_TENSORS}
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in file.tensors.items():
+            if name in CONFIGURATION_TENSORS:
+                continue
+            if hf_name(name) in self._tensors:
+                raise ShipwayError(f"{file.path} holds tensor {hf_name(name)} under two names, one of them {name}")
+            self._tensors[hf_name(name)] = tensor
         self._head_dim = config.head_dim
         self._permuted = config.architecture == "llama"
 

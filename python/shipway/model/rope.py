@@ -57,6 +57,9 @@ class RopeConfig:
             raise ShipwayError(f"rotary dimension {self.rotary_dim} is not supported: it must be even and positive")
         if not (math.isfinite(self.theta) and self.theta > 1 and math.isfinite(self.factor) and self.factor > 0):
             raise ShipwayError(f"rope theta {self.theta} with factor {self.factor} makes no sense")
+        factors = (self.beta_fast, self.beta_slow, self.attention_factor)
+        if not all(math.isfinite(value) and value > 0 for value in factors):
+            raise ShipwayError(f"yarn's beta_fast, beta_slow and attention factor must be positive, not {factors}")
         if self.kind in ("llama3", "yarn") and not self.divisors and self.original_max_position_embeddings <= 0:
             raise ShipwayError(f"rope scaling {self.kind} needs original_max_position_embeddings")
 
@@ -67,7 +70,7 @@ class RopeConfig:
         Raises:
             ShipwayError: A scaling other than none, linear, llama3, yarn; a number it needs is missing.
         """
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in the order of transformers
         if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
             raise ShipwayError(f"rope scaling {scaling!r} is not supported: one setting for all layers is")
         theta = number(scaling, "rope_theta", number(config, "rope_theta", 10000.0))
@@ -78,7 +81,7 @@ class RopeConfig:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind == "default":
             return cls(theta, rotary_dim)
-        if kind not in KINDS:
+        if kind not in KINDS[1:]:
             raise ShipwayError(f"rope scaling {kind!r} is not supported: only {', '.join(KINDS[1:])}")
         factor = number(scaling, "factor")
         original = int(
@@ -93,9 +96,12 @@ class RopeConfig:
             if not 0 < low < high:
                 raise ShipwayError(f"llama3 rope scaling: low_freq_factor {low} must lie below high_freq_factor {high}")
             return cls(theta, rotary_dim, "llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
-        attention = number(scaling, "attention_factor", 0.0)
-        if not attention:
+        if scaling.get("attention_factor") is not None:
+            attention = number(scaling, "attention_factor")
+        else:
             mscale, all_dim = number(scaling, "mscale", 0.0), number(scaling, "mscale_all_dim", 0.0)
+            if min(mscale, all_dim) < 0:
+                raise ShipwayError(f"yarn's mscale {mscale} and mscale_all_dim {all_dim} must not be negative")
             both = bool(mscale and all_dim)
             attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
         return cls(
