@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,9 +18,10 @@ import torch
 import torch._dynamo.utils
 
 import tiny_checkpoints
+from parity import TOLERANCE, assert_close, prepare, transformers_logits
 from shipway.errors import ShipwayError
 from shipway.routes.catalogue import ROUTES
-from shipway.routes.route import Route, RunSpec
+from shipway.routes.route import Route
 
 # Routes whose compiler needs most of a minute or more for each checkpoint serve these, and the rest among the slow
 # tests. Together qwen2 and qwen3 have grouped heads, a scaled RoPE, windows on some layers, biases, q and k norms, tied
@@ -29,15 +29,13 @@ from shipway.routes.route import Route, RunSpec
 # and the config, which all routes share.
 FEWER = {"torch-compile": ("qwen2", "qwen3"), "max-graph": ("qwen3",)}
 
-# Float32 sums in another order: a few roundings, relative to the largest logit.
-TOLERANCE = 2e-5
-
 
 @dataclass(frozen=True)
 class Served:
     route: Route
     expected: Callable[[np.ndarray], np.ndarray]  # tokens [B, S] -> logits [B, S, vocab]
     vocab_size: int
+    window: int  # any number where the model has none
 
     def tokens(self, *shape: int) -> np.ndarray:
         return np.random.default_rng(sum(shape)).integers(3, self.vocab_size, shape, dtype=np.int32)
@@ -53,29 +51,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[name]
 
     return get
-
-
-def prepare(path: Path, route: str, dtype: str = "f32") -> Route:
-    module, factory = ROUTES[route].factory.split(":")
-    made: Route = getattr(import_module(module), factory)()
-    made.prepare(RunSpec(str(path), dtype, dtype, threads=1, max_context=tiny_checkpoints.CONTEXT, max_batch=2))
-    return made
-
-
-def transformers_logits(path: Path) -> Callable[[np.ndarray], np.ndarray]:
-    model = tiny_checkpoints.reference(path)
-
-    def logits(tokens: np.ndarray) -> np.ndarray:
-        with torch.inference_mode():
-            return model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
-
-    return logits
-
-
-def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
-    assert got.shape == expected.shape
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
 
 
 @pytest.fixture(
@@ -94,7 +69,8 @@ def served(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) ->
         pytest.skip(f"{route} {reason}")
     path = checkpoint(name)
     made = prepare(path, route)
-    yield Served(made, transformers_logits(path), tiny_checkpoints.SPECS[name]["vocab_size"])
+    spec = tiny_checkpoints.SPECS[name]
+    yield Served(made, transformers_logits(path), spec["vocab_size"], spec.get("sliding_window", 8))
     made.close()
 
 
@@ -119,6 +95,18 @@ def test_prefill_gives_the_logits_of_the_last_token(served: Served, length: int)
     expected = served.expected(tokens)[:, -1]
     assert_close(served.route.logits(), expected)
     np.testing.assert_array_equal(chosen, expected.argmax(-1))
+
+
+def test_prompts_that_end_beside_the_window_and_at_it(served: Served) -> None:
+    for length in (served.window - 1, served.window, served.window + 1):
+        tokens = served.tokens(1, length + 2)
+        expected = served.expected(tokens)
+        served.route.reset()
+        served.route.prefill(tokens[:, :length])
+        assert_close(served.route.logits(), expected[:, length - 1])
+        for position in (length, length + 1):
+            served.route.decode(tokens[:, position])
+            assert_close(served.route.logits(), expected[:, position])
 
 
 def test_decode_continues_the_prompt(served: Served) -> None:
@@ -203,6 +191,8 @@ def test_a_token_outside_the_vocabulary_is_refused(served: Served) -> None:
         ("llama3", {"rope_scaling": None}),
         ("llama-linear", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
         ("llama-yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("llama3", {"rope_scaling": tiny_checkpoints.LLAMA3_ROPE | {"factor": 32.0}}),
+        ("llama3", {"rope_theta": 10000.0}),
         ("llama2", {"rms_norm_eps": 0.5}),
         ("mistral", {"sliding_window": None}),
         ("mistral", {"sliding_window": 9}),

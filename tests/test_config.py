@@ -9,17 +9,14 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoConfig
 
 import tiny_checkpoints
 from shipway.errors import ShipwayError
 from shipway.model.checkpoint import open_checkpoint
-from shipway.model.config import ModelConfig
+from shipway.model.config import ARCHITECTURES, ModelConfig
 from shipway.model.gguf_file import GgufFile
 from shipway.model.inspect import describe
-from shipway.model.rope import RopeConfig, rope_table
 from shipway.routes.catalogue import ROUTES
 
 LLAMA: dict[str, Any] = {
@@ -64,9 +61,23 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "all layers"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": -1}, "rotary dimension -16"),
+        ({"rope_scaling": {"rope_type": "none", "factor": 2.0}}, "none"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}}, "attention factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": -9}}, "mscale_all_dim"),
+        ({"rope_scaling": [8.0]}, "one setting for all layers"),
         ({"head_dim": 15}, "15"),
         ({"num_key_value_heads": 3}, "3 key/value heads"),
+        ({"num_key_value_heads": [[1], [2]]}, "differs between layers"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_attention_heads": -4}, "num_attention_heads"),
+        ({"intermediate_size": 96.0}, "intermediate_size"),
+        ({"intermediate_size": True}, "intermediate_size"),
+        ({"vocab_size": 2**63}, "vocab_size"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"bos_token_id": "<s>"}, "bos_token_id"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"vocab_size": None}, "vocab_size"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
@@ -87,9 +98,64 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_missing_key_value_heads_mean_one_per_query_head() -> None:
-    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-    assert ModelConfig.from_hf(config).num_key_value_heads == 4
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (MISTRAL | {"sliding_window": 2**31}, "sliding_window"),
+        (MISTRAL | {"sliding_window": "8"}, "sliding_window"),
+        (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers"),
+    ],
+)
+def test_windows_that_make_no_sense_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ShipwayError, match=named):
+        ModelConfig.from_hf(changes)
+
+
+OMISSIBLE = (
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "rope_theta",
+)
+NULLS = (  # where transformers takes null as well
+    *((name, "num_key_value_heads") for name in ("llama", "qwen2", "qwen3")),
+    *((name, "head_dim") for name in ("llama", "mistral")),
+    *((name, "sliding_window") for name in ("mistral", "qwen2", "qwen3")),
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "null"),
+    [*((name, key, False) for name in ARCHITECTURES for key in OMISSIBLE), *((*null, True) for null in NULLS)],
+)
+def test_what_a_config_leaves_out_is_what_transformers_assumes(architecture: str, key: str, null: bool) -> None:
+    raw = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 30}
+    raw |= {"num_attention_heads": 32, "num_key_value_heads": 16, "rms_norm_eps": 1e-3, "rope_theta": 5e5}
+    raw |= {"max_position_embeddings": 77, "tie_word_embeddings": True, "model_type": architecture}
+    if architecture != "llama":
+        raw |= {"sliding_window": 9}
+    if architecture.startswith("qwen"):
+        raw |= {"use_sliding_window": True, "max_window_layers": 3}
+    raw.pop(key, None)
+    if null:
+        raw[key] = None
+    theirs = AutoConfig.for_model(**raw)
+    ours = ModelConfig.from_hf(raw)
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    window = getattr(theirs, "sliding_window", None)
+    slides = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", None) or []]
+    assert ours.sliding_window == tuple(window if sliding else None for sliding in slides or [window is not None] * 30)
 
 
 def test_head_dim_follows_from_the_heads_unless_stated() -> None:
@@ -110,10 +176,6 @@ def test_both_spellings_of_rope_scaling_mean_the_same() -> None:
     assert ModelConfig.from_hf(old).rope == ModelConfig.from_hf(new).rope
     assert ModelConfig.from_hf(old).rope.kind == "llama3"
     assert ModelConfig.from_hf(old).rope.theta == 5e5
-
-
-def test_partial_rotary_factor_rotates_the_leading_dimensions() -> None:
-    assert ModelConfig.from_hf(LLAMA | {"partial_rotary_factor": 0.5}).rope.rotary_dim == 8
 
 
 @pytest.mark.parametrize(
@@ -139,36 +201,6 @@ def test_sliding_windows_hold_in_the_layers_the_configuration_says(
     config: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert ModelConfig.from_hf(config).sliding_window == windows
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 3.0},
-        {"rope_type": "llama3"} | LLAMA3,
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "truncate": False},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "attention_factor": 1.5},
-        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 16, "beta_slow": 2},
-        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "mscale": 1, "mscale_all_dim": 2},
-    ],
-)
-def test_the_rope_table_is_that_of_transformers(scaling: dict[str, Any]) -> None:
-    head_dim, positions = 64, 4096
-    raw = LLAMA | {"head_dim": head_dim, "rope_parameters": scaling | {"rope_theta": 10000.0}}
-    theirs = LlamaRotaryEmbedding(LlamaConfig(**raw))
-    cos, sin = theirs(torch.zeros(1), torch.arange(positions)[None])
-    expected = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1).numpy()
-    table = rope_table(ModelConfig.from_hf(raw).rope, positions)
-    assert table.dtype == np.float32
-    # The two differ by one rounding of the frequency, which position multiplies.
-    np.testing.assert_allclose(table, expected, rtol=0, atol=positions * 2.0**-23)
-    np.testing.assert_allclose(table[:32], expected[:32], rtol=0, atol=32 * 2.0**-23)
-
-
-def test_rope_of_position_zero_is_the_identity() -> None:
-    np.testing.assert_array_equal(rope_table(RopeConfig(10000.0, 8), 1), [[1, 1, 1, 1, 0, 0, 0, 0]])
 
 
 @pytest.mark.parametrize("name", tiny_checkpoints.SPECS)
@@ -217,6 +249,15 @@ def write_metadata(path: Path, entries: dict[str, Any], tensors: dict[str, np.nd
         ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"llama.rope.scaling.type": "linear"}, "factor"),
+        ({"llama.rope.dimension_count": 4}, "dimension_count 4 with heads of 8"),
+        ({"llama.attention.sliding_window": "8"}, "sliding_window"),
+        ({"llama.attention.head_count": "four"}, "head_count"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon"),
+        ({"tokenizer.ggml.bos_token_id": "<s>"}, "bos_token_id"),
+        ({"split.count": "two"}, "one of two parts"),
+        ({"split.count": 3}, "merge them"),
+        ({"general.alignment": 12}, "alignment 12"),
+        ({"general.alignment": 2}, "alignment 2"),
     ],
 )
 def test_what_a_gguf_asks_for_and_is_not_supported_is_named(

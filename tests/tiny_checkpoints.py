@@ -34,7 +34,7 @@ _LLAMA = {
 }
 
 # Context lengths in the rope scalings are short, so that every frequency band is met within CONTEXT tokens.
-_LLAMA3_ROPE = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -44,7 +44,7 @@ _LLAMA3_ROPE = {
 
 SPECS: dict[str, dict[str, Any]] = {
     "llama2": _LLAMA | {"num_key_value_heads": 4},
-    "llama3": _LLAMA | {"tie_word_embeddings": True, "rope_scaling": _LLAMA3_ROPE, "rope_theta": 5000.0},
+    "llama3": _LLAMA | {"tie_word_embeddings": True, "rope_scaling": LLAMA3_ROPE, "rope_theta": 5000.0},
     "llama-linear": _LLAMA
     | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, "num_attention_heads": 8},
     "llama-yarn": _LLAMA
@@ -60,7 +60,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "max_window_layers": 1,
         "tie_word_embeddings": True,
-        "rope_scaling": _LLAMA3_ROPE,
+        "rope_scaling": LLAMA3_ROPE,
         "rope_theta": 5000.0,
     },
     "qwen3": _LLAMA | {"model_type": "qwen3", "hidden_size": 32, "head_dim": 24, "num_key_value_heads": 1},
