@@ -20,7 +20,7 @@ LAYERS = (
     {"artefacts"},
     {"signature"},
     {"graphs"},
-    {"schedule"},
+    {"jax_parts", "schedule"},
     {"ops"},
     {"numerics"},
     {"routes"},

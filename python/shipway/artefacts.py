@@ -73,6 +73,14 @@ def cpu_target() -> str:
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
 
 
+def source_of(*files: str) -> str:
+    """Hash of source files: what an artefact built by them depends on."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], None]) -> Artefact:
     """Returns the artefact of these parts, building it when there is none.
 

@@ -41,7 +41,8 @@ def compiled_rows(op: str, known: Mapping[str, tuple[KnownFailure, ...]] | None 
         op: Name of the op.
         known: Declared failures by row.
     """
-    return (_mojo_row(op),)
+    known = known or {}
+    return (_mojo_row(op), _jax_row(op, known.get("jax", ())), _tvm_row(op, known.get("tvm", ())))
 
 
 def _mojo_row(op: str) -> Implementation:
@@ -54,6 +55,34 @@ def _mojo_row(op: str) -> Implementation:
         bitwise=True,
         compiled=True,
         requires=("max", "mojo"),
+    )
+
+
+def _jax_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
+    """The maths of the ``xla`` route, compiled by XLA for the sizes of a call."""
+    return Implementation(
+        "jax",
+        lambda dtype, head_dim: _loaded("shipway.ops.jax_ops", dtype, head_dim)[op],
+        ("f32", "bf16"),
+        strided="copied",
+        bitwise=False,
+        compiled=True,
+        requires=("jax",),
+        known=known,
+    )
+
+
+def _tvm_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
+    """Relax functions under the project's own schedules; all ops of a dtype and head_dim compile together."""
+    return Implementation(
+        "tvm",
+        lambda dtype, head_dim: _loaded("shipway.ops.tvm_ops", dtype, head_dim)[op],
+        ("f32", "bf16"),
+        strided="copied",
+        bitwise=False,
+        compiled=True,
+        requires=("tvm",),
+        known=known,
     )
 
 

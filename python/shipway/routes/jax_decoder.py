@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shipway import jax_parts
 from shipway.model.config import ModelConfig
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -59,17 +60,11 @@ def step(
     distance = (start + jnp.arange(new))[:, None] - jnp.arange(kv_length)
 
     def linear(x: jax.Array, name: str) -> jax.Array:
-        rows = x.reshape(-1, x.shape[-1]).astype(act)
-        if act == jnp.bfloat16 and len(rows) == 1:
-            # XLA's product of one bf16 row reads weights 20 times slower than that of two (an LM head: 128 and 7 ms).
-            rows = jnp.repeat(rows, 2, axis=0)
-        y = _product("sk,nk->sn", rows, weights[name + ".weight"])[: batch * x.shape[1]]
-        y = y.reshape(*x.shape[:-1], -1)
+        y = jax_parts.linear(x.reshape(-1, x.shape[-1]), weights[name + ".weight"]).reshape(*x.shape[:-1], -1)
         return y + weights[name + ".bias"] if name + ".bias" in weights else y
 
     def norm(x: jax.Array, name: str) -> jax.Array:
-        mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * lax.rsqrt(mean + config.rms_norm_eps) * weights[name + ".weight"]
+        return jax_parts.rms_norm(x, weights[name + ".weight"], config.rms_norm_eps)
 
     x = embedding[tokens].astype(jnp.float32)
     updated = []
@@ -81,21 +76,16 @@ def step(
             head = linear(h, f"{at}self_attn.{name}_proj").reshape(batch, new, -1, config.head_dim)
             if name != "v":
                 head = norm(head, f"{at}self_attn.{name}_norm") if config.qk_norm else head
-                head = _rotate(head, angles)
+                head = jax_parts.rotate(head, angles)
             heads.append(head.swapaxes(1, 2).astype(act))
         q, k, v = heads
         keys = lax.dynamic_update_slice_in_dim(keys, k, start, axis=2)
         values = lax.dynamic_update_slice_in_dim(values, v, start, axis=2)
         updated.append((keys, values))
-        # Heads that share a key head become rows of one matrix, so that keys and values are never repeated.
-        q = q.reshape(batch, config.num_key_value_heads, -1, new, config.head_dim)
-        # XLA has no batched product of bf16 with a float32 sum on the CPU.
-        keys, values = (kv[:, :, :kv_length].astype(jnp.float32) for kv in (keys, values))
-        scores = _product("bhgsd,bhtd->bhgst", q.astype(jnp.float32), keys) * config.head_dim**-0.5
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        attention = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        y = _product("bhgst,bhtd->bshgd", attention, values)
-        x = x + linear(y.reshape(batch, new, -1), at + "self_attn.o_proj")
+        keys, values = keys[:, :, :kv_length], values[:, :, :kv_length]
+        y = jax_parts.attend(q, keys, values, seen, config.head_dim**-0.5)
+        x = x + linear(y, at + "self_attn.o_proj")
         h = norm(x, at + "post_attention_layernorm")
         x = x + linear(
             jax.nn.silu(linear(h, at + "mlp.gate_proj")) * linear(h, at + "mlp.up_proj"), at + "mlp.down_proj"
@@ -105,21 +95,3 @@ def step(
     logits = linear(norm(x, "model.norm"), config.head)
     logits = logits if every_row else logits[:, 0]
     return updated, logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sum of products in float32, at full precision."""
-    return jnp.einsum(dims, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates the first ``rotary_dim`` of ``x [B, S, heads, head_dim]``; pairs are (i, i + rotary_dim / 2).
-
-    Args:
-        x: The heads, f32.
-        angles: Cosines and sines ``[S, 1, rotary_dim]``, side by side.
-    """
-    cos, sin = jnp.split(angles, 2, axis=-1)
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin, rest), axis=-1)

@@ -6,12 +6,13 @@ import time
 
 import numpy as np
 
+from shipway.artefacts import source_of
 from shipway.model.arena import place, zeros
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.max_model import load_model, wrap, wrap_weights
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, prepared, source_of
+from shipway.routes.stepped import SteppedRoute, prepared
 
 
 class MaxGraph(SteppedRoute):

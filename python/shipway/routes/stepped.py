@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 
 import numpy as np
 
 from shipway.artefacts import Artefact
 from shipway.errors import ShipwayError
 from shipway.routes.route import Prepared, RunSpec
-
-
-def source_of(*files: str) -> str:
-    """Hash of source files: what an artefact built by them depends on."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(Path(file).read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def prepared(started: float, imported: float, loaded: float, made: Artefact, *notes: str) -> Prepared:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shipway.artefacts import artefact, cpu_target
+from shipway.artefacts import artefact, cpu_target, source_of
 from shipway.errors import CannotRunError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, prepared, source_of
+from shipway.routes.stepped import SteppedRoute, prepared
 
 _HINT = 128  # prompt length for which prefill kernels are chosen
 _MOST_VARIANTS = 64  # batch sizes, prefill and decode, inside and beyond a window: Dynamo gives up at 8

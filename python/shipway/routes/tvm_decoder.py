@@ -23,7 +23,7 @@ from tvm import relax, te, tirx
 from tvm.relax.frontend.torch import from_exported_program
 
 from shipway.model.config import ModelConfig
-from shipway.schedule.cpu_rules import CPU_RULES
+from shipway.schedule.library import PRODUCT, linear, product
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -163,24 +163,6 @@ def decoder_module(config: ModelConfig, dtype: str, shapes: Mapping[str, tuple[i
     return _merge({name: _import(program) for name, program in functions.items()})
 
 
-def compile_decoder(module: tvm.IRModule, target: tvm.target.Target, path: str) -> None:
-    """Schedules every function by the rules of the project, compiles, and writes a shared library."""
-    passes = relax.transform
-    with target:
-        module = tvm.transform.Sequential(
-            [
-                passes.LegalizeOps(),
-                passes.AnnotateTIROpPattern(),
-                passes.FoldConstant(),
-                passes.FuseOps(),
-                passes.FuseTIR(),
-                passes.DeadCodeElimination(),
-                tvm.s_tir.dlight.ApplyDefaultSchedule(*CPU_RULES),
-            ]
-        )(module)
-    tvm.compile(module, target=target).export_library(path)
-
-
 def _example(
     config: ModelConfig, act: torch.dtype, rows: int, batch: int
 ) -> tuple[tuple[object, ...], tuple[object, ...]]:
@@ -255,22 +237,12 @@ class _Renamed(relax.PyExprMutator):
         return self._to_new.get(op, op)
 
 
-# Conversions. Each product is of float32 stages, so that a schedule finds the conversion from bf16 as a stage to inline
-# or to pack with. 4 is Relax's kOutEWiseFusable: what follows element by element may join.
-_PRODUCT = {"op_pattern": 4}
+# Conversions.
 
 
 def _convert_linear(node: torch.fx.Node, importer: Any) -> relax.Var:
     x, weight = importer.retrieve_args(node)[:2]
-
-    def linear(x: te.Tensor, weight: te.Tensor) -> te.Tensor:
-        (rows, depth), columns = x.shape, weight.shape[0]
-        a = te.compute(x.shape, lambda m, k: x[m, k].astype("float32"), "a")
-        b = te.compute(weight.shape, lambda n, k: weight[n, k].astype("float32"), "b")
-        k = te.reduce_axis((0, depth), "k")
-        return te.compute((rows, columns), lambda m, n: te.sum(a[m, k] * b[n, k], axis=k), "product")
-
-    return importer.block_builder.emit_te(linear, x, weight, primfunc_attrs=_PRODUCT)
+    return importer.block_builder.emit_te(linear, x, weight, primfunc_attrs=PRODUCT)
 
 
 def _convert_rms_norm(node: torch.fx.Node, importer: Any) -> relax.Var:
@@ -319,8 +291,7 @@ def _convert_scores(node: torch.fx.Node, importer: Any) -> relax.Var:
             "a",
         )
         kept = te.compute((batch, kv_heads, seen, head_dim), lambda b, h, t, d: keys[b, h, t, d].astype("float32"), "b")
-        d = te.reduce_axis((0, head_dim), "d")
-        y = te.compute(shape, lambda b, h, r, t: te.sum(a[b, h, r, d] * kept[b, h, t, d], axis=d), "product")
+        y = product(a, kept)
         scale = tirx.const(int(head_dim) ** -0.5, "float32")
         return te.compute(shape, lambda b, h, r, t: y[b, h, r, t] * scale + mask[r // group, t], "masked")
 
@@ -332,16 +303,11 @@ def _convert_mix(node: torch.fx.Node, importer: Any) -> relax.Var:
     rows, heads, head_dim = q.ty.shape
 
     def mix(attention: te.Tensor, values: te.Tensor) -> te.Tensor:
-        batch, kv_heads, rows, seen = attention.shape
+        batch, kv_heads, _, seen = attention.shape
         kept = te.compute(
             (batch, kv_heads, seen, head_dim), lambda b, h, t, d: values[b, h, t, d].astype("float32"), "b"
         )
-        t = te.reduce_axis((0, seen), "t")
-        return te.compute(
-            (batch, kv_heads, rows, head_dim),
-            lambda b, h, r, d: te.sum(attention[b, h, r, t] * kept[b, h, t, d], axis=t),
-            "product",
-        )
+        return product(attention, kept, inner_depth=False)
 
     def by_row(y: te.Tensor, like: te.Tensor) -> te.Tensor:
         group = int(heads) // int(y.shape[1])

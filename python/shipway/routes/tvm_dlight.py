@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shipway.artefacts import artefact, cpu_target
+from shipway.artefacts import artefact, cpu_target, source_of
 from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, prepared, source_of
+from shipway.routes.stepped import SteppedRoute, prepared
 
 if TYPE_CHECKING:
     import tvm
@@ -39,6 +39,8 @@ class TvmDlight(SteppedRoute):
         import tvm
         from tvm import relax
 
+        from shipway.schedule import cpu_rules, library
+
         imported = time.perf_counter()
         tvm.get_global_func("runtime.config_threadpool")(1, spec.threads)
         checkpoint = open_checkpoint(spec.model)
@@ -53,21 +55,18 @@ class TvmDlight(SteppedRoute):
         self._begin(spec, config.vocab_size)
         loaded = time.perf_counter()
 
-        # The whole processor is meant: LLVM knows its vector width by its name.
-        target = {"kind": "llvm", "mcpu": tvm.target.codegen.llvm_get_system_cpu(), "num-cores": spec.threads}
+        target = library.cpu_options(spec.threads)
 
         def build(directory: Path) -> None:
             from shipway.routes import tvm_decoder
 
             shapes = {name: array.shape for name, array in placed.items()}
             module = tvm_decoder.decoder_module(config, spec.dtype, shapes)
-            tvm_decoder.compile_decoder(module, tvm.target.Target(target), str(directory / _LIBRARY))
+            library.compile_library(module, tvm.target.Target(target), str(directory / _LIBRARY))
 
-        routes = Path(__file__).parent
+        decoder = str(Path(__file__).with_name("tvm_decoder.py"))
         parts = {
-            "sources": source_of(
-                __file__, str(routes / "tvm_decoder.py"), str(routes.parent / "schedule" / "cpu_rules.py")
-            ),
+            "sources": source_of(__file__, decoder, library.__file__, cpu_rules.__file__),
             "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids", "rope")},
             "rotary_dim": config.rope.rotary_dim,
             "dtype": spec.dtype,

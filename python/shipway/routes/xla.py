@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shipway.artefacts import artefact, cpu_target
+from shipway.artefacts import artefact, cpu_target, source_of
 from shipway.model.arena import place
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 from shipway.routes.route import Prepared, RunSpec
-from shipway.routes.stepped import SteppedRoute, prepared, source_of
+from shipway.routes.stepped import SteppedRoute, prepared
 
 if TYPE_CHECKING:
     import jax
@@ -43,6 +43,7 @@ class Xla(SteppedRoute):
         import jax.numpy as jnp
         from jax.experimental.compilation_cache import compilation_cache
 
+        from shipway import jax_parts
         from shipway.routes import jax_decoder
 
         jax.config.update("jax_platforms", "cpu")
@@ -78,7 +79,7 @@ class Xla(SteppedRoute):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         parts = {
-            "sources": source_of(__file__, jax_decoder.__file__),
+            "sources": source_of(__file__, jax_decoder.__file__, jax_parts.__file__),
             "config": config.computation(),
             "spec": {key: value for key, value in asdict(spec).items() if key not in ("model", "compiled")},
             "target": cpu_target(),
