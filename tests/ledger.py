@@ -30,3 +30,27 @@ FILES = (
     ("test_serve.py", PARITY),
     ("test_mojo.py", NUMERICS),
     ("test_bad_calls.py", NUMERICS),
+    ("test_check_command.py", NUMERICS),
+    ("test_far_offsets.py", NUMERICS),
+    ("test_mutants.py", NUMERICS),
+    ("test_ops_*.py", NUMERICS),
+    ("test_properties*.py", NUMERICS),
+    ("test_targets*.py", TARGETS),
+    ("test_simt*.py", SIMULATOR),
+    ("test_wheel.py", PACKAGE),
+    ("test_readme.py", PACKAGE),
+)
+
+
+def part_of(path: Path) -> str:
+    """Returns the part of the ledger that a test file is charged to."""
+    return next((part for pattern, part in FILES if fnmatch(path.name, pattern)), UNIT)
+
+
+def overdrawn(seconds: dict[str, float]) -> list[str]:
+    """Returns one line for each part of ``seconds`` that exceeds its share by half or more."""
+    return [
+        f"{part} took {spent / 60:.1f} minutes, more than one and a half times its share of {MINUTES[part]}"
+        for part, spent in seconds.items()
+        if spent > 1.5 * 60 * MINUTES[part]
+    ]

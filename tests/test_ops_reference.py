@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +52,15 @@ def test_the_catalogue_holds_every_op_with_its_rows() -> None:
         assert set(op.implementations) >= {"torch", "mojo"}
         assert op.implementations["mojo"].known == (), "our own kernels have no known failures"
         assert op.implementations["mojo"].bitwise
+
+
+def test_what_a_row_asks_to_install_is_what_the_project_pins() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    pins = {*project["dependencies"], *(pin for extra in project["optional-dependencies"].values() for pin in extra)}
+    for op in OPS.values():
+        for row in op.implementations.values():
+            assert row.install
+            assert set(row.install.split()) <= pins, row.name
 
 
 def test_rms_norm_is_pytorchs_in_float64() -> None:

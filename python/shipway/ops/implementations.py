@@ -30,6 +30,7 @@ def torch_row(
         strided="handled",
         bitwise=bitwise,
         requires=("torch",),
+        install="torch==2.13.0",
         known=known,
     )
 
@@ -55,6 +56,7 @@ def _mojo_row(op: str) -> Implementation:
         bitwise=True,
         compiled=True,
         requires=("max", "mojo"),
+        install="max==26.7.0 mojo==1.2.0",
     )
 
 
@@ -68,6 +70,7 @@ def _jax_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
         bitwise=False,
         compiled=True,
         requires=("jax",),
+        install="jax==0.10.2 jaxlib==0.10.2",
         known=known,
     )
 
@@ -82,6 +85,7 @@ def _tvm_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
         bitwise=False,
         compiled=True,
         requires=("tvm",),
+        install="apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1",
         known=known,
     )
 

@@ -2,7 +2,8 @@
 
 All sizes but head_dim are symbolic: one library per dtype serves the ops without a KV cache, one more per dtype and
 head_dim the others. Tensors are shared through DLPack, the KV cache is written in place; what is not contiguous, or
-does not start on a cache line, is copied first (and such a KV cache back). Attention runs sequence by sequence, on the valid part of the cache.
+does not start on a cache line, is copied first (and such a KV cache back). Attention runs sequence by sequence, on the
+valid part of the cache.
 The parts are those of the ``tvm-dlight`` route; its one-row products, whose sizes are fixed, have a schedule of their
 own there, which ``tests/test_schedule_rules.py`` checks.
 """
