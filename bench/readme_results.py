@@ -11,6 +11,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,62 @@ def serve_lines(path: Path, document: dict[str, Any]) -> str:
     )
 
 
-OTHERS = {"bench-serve": serve_lines, "interop-overhead": interop_lines, "load-time": load_lines}
+def check_lines(path: Path, document: dict[str, Any]) -> str:
+    """Returns the worst ulps of every op, implementation and dtype, from ``shipway check``."""
+    lines = {(line["op"], line["implementation"], line["dtype"]): line for line in document["lines"]}
+    dtypes = list(dict.fromkeys(line["dtype"] for line in document["lines"] if line["dtype"] != "f16"))
+    names = list(dict.fromkeys(line["implementation"] for line in document["lines"]))
+    counts = Counter(line["verdict"] for line in document["lines"])
+
+    def entry(op: str, name: str) -> str:
+        found = [lines.get((op, name, dtype)) for dtype in dtypes]
+        return " / ".join("-" if line is None else ulps(line) for line in found)
+
+    def ulps(line: dict[str, Any]) -> str:
+        if line["verdict"] in ("FAIL", "not run"):
+            return line["verdict"]
+        return f"{line['max_ulps']:.1f}" + (" KNOWN" if line["verdict"] == "KNOWN" else "")
+
+    table = [
+        "| op | " + " | ".join(names) + " |",
+        "|" + "---|" * (len(names) + 1),
+        *(
+            f"| `{op}` | " + " | ".join(entry(op, name) for name in names) + " |"
+            for op in dict.fromkeys(line["op"] for line in document["lines"])
+        ),
+    ]
+    total = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    cases = sum(line["examples"] for line in document["lines"])
+    cpu = document["environment"]["cpu"]
+    return "\n".join(
+        [
+            f"**Worst error of every op** in ulps of the output's dtype, {' / '.join(dtypes)}, over {cases} cases"
+            f" ({document['examples']} drawn per line, and the pinned traps), on {cpu}, revision {revision(document)}"
+            f" ([{path.name}](bench/results/{path.name})): {total}. KNOWN: all held but what the row declares.",
+            "",
+            *table,
+            "",
+        ]
+    )
+
+
+def mutant_lines(path: Path, document: dict[str, Any]) -> str:
+    """Returns how many broken variants were caught, from ``shipway check --mutants``."""
+    broken = [entry for entry in document["mutants"] if entry["defect"]]
+    red = sum(bool(entry["red"]) for entry in broken)
+    return (
+        f"**Broken variants** ([{path.name}](bench/results/{path.name})), revision {revision(document)}: {red} of"
+        f" {len(broken)} turn a property red; {len(document['untested'])} properties are turned red by none.\n"
+    )
+
+
+OTHERS = {
+    "bench-serve": serve_lines,
+    "check": check_lines,
+    "check-mutants": mutant_lines,
+    "interop-overhead": interop_lines,
+    "load-time": load_lines,
+}
 
 
 def recorded(path: Path) -> str:
