@@ -88,6 +88,20 @@ def _columns_alone(run: Runner, case: Case) -> str:
     return run.same({**inputs, "w": inputs["w"][:cut]}, {"out": run(inputs)["out"][:, :cut]})
 
 
+def _largest(run: Runner, case: Case) -> str:
+    # The largest finite value passes through a product; two of them leave float32, and nothing else does.
+    inputs = run.inputs(case.with_dims(K=max(case.dims["K"], 2)))
+    largest = {"f32": float(np.finfo(np.float32).max), "bf16": (2 - 2.0**-7) * 2.0**127, "f16": 65504.0}[run.dtype]
+    inputs["x"][:] = 0
+    inputs["w"][:] = 0
+    inputs["x"][:, [0, -1]] = largest
+    inputs["w"][:, 0] = 1
+    inputs["w"][1::2, -1] = 1
+    expected = np.full((len(inputs["x"]), len(inputs["w"])), largest, np.float64)
+    expected[:, 1::2] = np.inf if 2 * largest > float(np.finfo(np.float32).max) else 2 * largest
+    return run.against(inputs, {"out": Output(expected, "exact")})
+
+
 def _zero_product(run: Runner, case: Case) -> str:
     inputs = run.inputs(case)
     inputs["x"][:] = 0
@@ -112,6 +126,7 @@ LINEAR = Op(
         Property("identity_returns_x", _identity),
         Property("zero_padding_of_k_changes_nothing", _padded),
         Property("columns_alone", _columns_alone),
+        Property("largest_values_overflow_only_in_sum", _largest),
     ),
     implementations=rows(torch_row(_torch_linear), *compiled_rows("linear")),
 )
