@@ -43,7 +43,12 @@ def compiled_rows(op: str, known: Mapping[str, tuple[KnownFailure, ...]] | None 
         known: Declared failures by row.
     """
     known = known or {}
-    return (_mojo_row(op), _jax_row(op, known.get("jax", ())), _tvm_row(op, known.get("tvm", ())))
+    return (
+        _mojo_row(op),
+        _max_row(op, known.get("max", ())),
+        _jax_row(op, known.get("jax", ())),
+        _tvm_row(op, known.get("tvm", ())),
+    )
 
 
 def _mojo_row(op: str) -> Implementation:
@@ -57,6 +62,20 @@ def _mojo_row(op: str) -> Implementation:
         compiled=True,
         requires=("max", "mojo"),
         install="max==26.7.0 mojo==1.2.0",
+    )
+
+
+def _max_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
+    """Stock MAX graphs, none of our kernels; all ops compile together, once for every dtype and head_dim."""
+    return Implementation(
+        "max",
+        lambda dtype, head_dim: _loaded("shipway.graphs.stock_ops", dtype, head_dim)[op],
+        ("f32", "bf16"),
+        strided="refused",
+        bitwise=False,
+        requires=("max",),
+        install="max==26.7.0",
+        known=known,
     )
 
 
