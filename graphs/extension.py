@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +17,10 @@ from tempfile import TemporaryDirectory
 from shipway.errors import CannotRunError, ShipwayError, this_python
 from shipway.model.resolve import cache_dir
 
-KERNELS = Path(__file__).parent.parent / "mojo" / "kernels"
+KERNELS = (Path(__file__).parent.parent / "mojo" / "kernels").resolve()  # as a compiler's message should name it
+
+_STEPS = ("call expansion failed", "function instantiation failed", "error recurses", "remaining errors")
+"""Notes on the way from a caller to what failed."""
 
 
 def source_hash() -> str:
@@ -35,7 +40,8 @@ def kernels_extension() -> Path:
         ShipwayError: The sources do not compile (the first error, with file and line), or cannot be written.
         CannotRunError: The Mojo compiler is not installed.
     """
-    package = cache_dir() / "mojoc" / source_hash() / "kernels.mojoc"
+    sources = source_hash()
+    package = cache_dir() / "mojoc" / sources / "kernels.mojoc"
     if package.exists():
         return package
     try:
@@ -46,10 +52,37 @@ def kernels_extension() -> Path:
                 # The compiler names the package after the file it writes, so only the directory is temporary.
                 with TemporaryDirectory(dir=package.parent) as partial:
                     _precompile(Path(partial) / package.name)
+                    if source_hash() != sources:  # saved meanwhile: what was compiled may be neither state
+                        raise ShipwayError("the kernels changed while they were compiled: run it again")
                     (Path(partial) / package.name).rename(package)
     except OSError as error:
         raise ShipwayError(f"cannot write the compiled kernels to {package.parent}: {error.strerror}") from error
     return package
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns what MAX raises when a kernel cannot be instantiated into a :class:`ShipwayError` of one line."""
+    try:
+        yield
+    except RuntimeError as error:  # MAX's own message says to file an issue; the compiler's is the cause
+        raise ShipwayError(f"the Mojo kernels do not compile: {first_error(str(error.__cause__ or error))}") from error
+
+
+def first_error(output: str) -> str:
+    """Returns the line of a Mojo compiler's output that names file, line and message of the first error.
+
+    An error of an instantiation is followed by notes that lead from the caller down to what failed, which comes last.
+    """
+    lines = output.splitlines() or ["no output"]
+    starts = [number for number, line in enumerate(lines) if "error:" in line]
+    if not starts:
+        return lines[-1]
+    block = lines[starts[0] : starts[1] if len(starts) > 1 else None]
+    if block[0].lstrip().startswith("error:"):  # names no file
+        notes = [line for line in block if ".mojo:" in line and not any(step in line for step in _STEPS)]
+        return (notes or block)[-1 if notes else 0].replace("note:", "error:")
+    return block[0]
 
 
 def _precompile(target: Path) -> None:
@@ -62,6 +95,4 @@ def _precompile(target: Path) -> None:
         ["precompile", str(KERNELS), "-o", str(target)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if result.returncode:
-        lines = result.stdout.splitlines()
-        first = next((line for line in lines if "error:" in line), lines[-1] if lines else "no output")
-        raise ShipwayError(f"the Mojo kernels do not compile: {first}")
+        raise ShipwayError(f"the Mojo kernels do not compile: {first_error(result.stdout)}")

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shipway.artefacts import artefact, cpu_target
 from shipway.graphs import ops
-from shipway.graphs.extension import kernels_extension, source_hash
+from shipway.graphs.extension import kernels_extension, one_line_errors
 from shipway.signature import SIGNATURES, Number
 
 _OPS = {
@@ -39,46 +39,79 @@ _OPS = {
 }
 """Functions of ``shipway.graphs.ops`` with the catalogue's ops that each serves."""
 
+DTYPES = ("f32", "bf16")
 _HEAD_OPS = ("qkv_rope_append", "attention")
 _NUMBERS = {float: DType.float32, int: DType.int32}
 
 
-def load_ops(dtype: str, head_dim: int) -> dict[str, Callable[..., torch.Tensor]]:
-    """Compiles (or takes from the artefact cache) every op in one activation dtype.
+class OpCall:
+    """One op as a function on torch CPU tensors that ``shipway.signature.check`` lets pass."""
+
+    def __init__(self, models: Mapping[str, Model], name: str, dtype: str) -> None:
+        """Takes the compiled graphs by name, the function's name and the activation dtype."""
+        self._models = models
+        self._name = name
+        self._dtype = dtype
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        """Runs the op."""
+        return from_dlpack(self.bind(*arguments)())
+
+    def bind(self, *arguments: Any) -> Callable[[], Buffer]:
+        """Returns the call alone, its arguments as MAX's buffers, which share the tensors' memory."""
+        signature = SIGNATURES[_OPS[self._name][0]]
+        given = {key: value for key, value in zip(signature, arguments, strict=True) if value is not None}
+        inputs = []
+        for key, value in given.items():
+            kind = signature[key]
+            if isinstance(kind, Number):
+                inputs.append(Buffer.scalar(kind.kind(value), _NUMBERS[kind.kind], CPU()))
+            else:
+                inputs.append(Buffer.from_dlpack(value.detach()))
+        model = self._models[_graph_name(self._name, self._dtype, "bias_q" in given, "norm_q" in given)]
+        return lambda: model.execute(*inputs)[0]
+
+
+def load_ops(dtype: str, head_dim: int, only: str | None = None) -> dict[str, Callable[..., torch.Tensor]]:
+    """Compiles (or takes from the artefact cache) every op, or one, in both activation dtypes.
+
+    A compilation costs MAX some ten seconds before the first kernel and about one per kernel: few large ones are best.
 
     Args:
-        dtype: ``"f32"`` or ``"bf16"``: activations, matrices and KV cache.
+        dtype: ``"f32"`` or ``"bf16"``: activations, matrices and KV cache of the functions returned.
         head_dim: head_dim of the attention ops.
+        only: The catalogue op to compile; ``None`` for all.
 
     Returns:
         A function per catalogue op; arguments as in ``shipway.signature.SIGNATURES``.
     """
     session = InferenceSession(devices=[CPU()])
-    models = _load(session, dtype, None) | _load(session, dtype, head_dim)
+    wanted = [name for name, served in _OPS.items() if only is None or only in served]
+    models: dict[str, Model] = {}
+    for size in (None, head_dim):
+        if names := [name for name in wanted if (name in _HEAD_OPS) == (size is not None)]:
+            models |= _load(session, names, size)
+    return {op: OpCall(models, name, dtype) for name in wanted for op in _OPS[name]}
 
-    def function(name: str) -> Callable[..., torch.Tensor]:
-        return lambda *arguments: _run(models, name, arguments)
 
-    return {op: function(name) for name, served in _OPS.items() for op in served}
-
-
-def _load(session: InferenceSession, dtype: str, head_dim: int | None) -> dict[str, Model]:
-    """The ops that depend on head_dim, or with ``None`` all others."""
+def _load(session: InferenceSession, names: list[str], head_dim: int | None) -> dict[str, Model]:
+    """Compiles ops that depend on head_dim, or with ``None`` ops that do not."""
+    extension = kernels_extension()
 
     def build(directory: Path) -> None:
         module = Module()
-        for name in _OPS:
-            if (name in _HEAD_OPS) != (head_dim is not None):
-                continue
+        for name in names:
             variants = [(b, n) for b in (0, 1) for n in (0, 1)] if name == "qkv_rope_append" else [(0, 0)]
-            for bias, norm in variants:
-                _build(module, name, dtype, head_dim, bool(bias), bool(norm))
-        session.compile(module, custom_extensions=[kernels_extension()]).export_mef(directory / "ops.mef")
+            for dtype in DTYPES:
+                for bias, norm in variants:
+                    _build(module, extension, name, dtype, head_dim, bool(bias), bool(norm))
+        with one_line_errors():
+            session.compile(module, custom_extensions=[extension]).export_mef(directory / "ops.mef")
 
     parts = {
-        "sources": source_hash(),
-        "signatures": repr([SIGNATURES[served[0]] for served in _OPS.values()]),
-        "dtype": dtype,
+        "sources": extension.parent.name,
+        "signatures": repr([SIGNATURES[_OPS[name][0]] for name in names]),
+        "ops": names,
         "head_dim": head_dim,
         "target": cpu_target(),
         "max": version("max"),
@@ -87,11 +120,13 @@ def _load(session: InferenceSession, dtype: str, head_dim: int | None) -> dict[s
     return dict(session.init_all(session.compile(made.path / "ops.mef")))
 
 
-def _graph_name(op: str, bias: bool, norm: bool) -> str:
-    return op + ("_bias" if bias else "") + ("_norm" if norm else "")
+def _graph_name(op: str, dtype: str, bias: bool, norm: bool) -> str:
+    return f"{op}_{dtype}" + ("_bias" if bias else "") + ("_norm" if norm else "")
 
 
-def _build(module: Module, name: str, dtype: str, head_dim: int | None, bias: bool, norm: bool) -> None:
+def _build(
+    module: Module, extension: Path, name: str, dtype: str, head_dim: int | None, bias: bool, norm: bool
+) -> None:
     device = DeviceRef.CPU()
     act = ops.DTYPES[dtype]
     dtypes = {"act": act, "f32": DType.float32, "int32": DType.int32}
@@ -101,12 +136,12 @@ def _build(module: Module, name: str, dtype: str, head_dim: int | None, bias: bo
         if isinstance(kind, Number):
             types[key] = TensorType(_NUMBERS[kind.kind], [], device)
         elif kind.group not in absent:
-            dims = [head_dim if dim == "D" else dim for dim in kind.dims]
+            dims = [head_dim if dim == "D" and head_dim is not None else dim for dim in kind.dims]
             types[key] = (BufferType if key == "cache" else TensorType)(dtypes[kind.dtype], dims, device)
     with Graph(
-        _graph_name(name, bias, norm),
+        _graph_name(name, dtype, bias, norm),
         input_types=list(types.values()),
-        custom_extensions=[kernels_extension()],
+        custom_extensions=[extension],
         module=module,
     ) as graph:
         v: dict[str, Any] = {
@@ -132,16 +167,3 @@ def _build(module: Module, name: str, dtype: str, head_dim: int | None, bias: bo
         else:
             y = getattr(ops, name)(**v)
         graph.output(y)
-
-
-def _run(models: Mapping[str, Model], name: str, arguments: tuple[Any, ...]) -> torch.Tensor:
-    signature = SIGNATURES[_OPS[name][0]]
-    given = {key: value for key, value in zip(signature, arguments, strict=True) if value is not None}
-    inputs = []
-    for key, value in given.items():
-        kind = signature[key]
-        if isinstance(kind, Number):
-            inputs.append(Buffer.scalar(kind.kind(value), _NUMBERS[kind.kind], CPU()))
-        else:
-            inputs.append(Buffer.from_dlpack(value.detach()))
-    return from_dlpack(models[_graph_name(name, "bias_q" in given, "norm_q" in given)].execute(*inputs)[0])

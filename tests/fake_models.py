@@ -76,7 +76,7 @@ class Probe:
     def start(self, threads: int) -> None:
         pass
 
-    def measure(self) -> list[dict[str, Any]]:
+    def measure(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         kinds = ("read bytes/s", "f32 GEMM FLOP/s", "bf16 GEMM FLOP/s")
         return [{"pattern": "fake", "kind": kind, "value": 1e10} for kind in kinds]
 

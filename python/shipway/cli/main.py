@@ -25,6 +25,7 @@ from shipway.cli.doctor import doctor
 from shipway.cli.generate import generate
 from shipway.cli.inspect import inspect
 from shipway.cli.load_time import load_time
+from shipway.cli.op import op
 from shipway.cli.report import report
 from shipway.cli.routes import routes
 from shipway.cli.serve import serve
@@ -61,7 +62,22 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (bench, generate, serve, bench_serve, compile, load_time, inspect, routes, check, doctor, report, cache):
+COMMANDS = (
+    bench,
+    generate,
+    serve,
+    bench_serve,
+    compile,
+    load_time,
+    inspect,
+    routes,
+    check,
+    op,
+    doctor,
+    report,
+    cache,
+)
+for command in COMMANDS:
     app.command()(_guarded(command))
 
 

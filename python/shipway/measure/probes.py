@@ -20,7 +20,7 @@ from shipway.routes.route import RouteInfo
 
 READ, GEMM_F32, GEMM_BF16 = "read bytes/s", "f32 GEMM FLOP/s", "bf16 GEMM FLOP/s"
 GEMM_KIND = {"f32": GEMM_F32, "bf16": GEMM_BF16}
-_SECONDS_PER_PATTERN = 0.2
+SECONDS_PER_PATTERN = 0.2
 _COLUMNS = 4096  # of the matrix in the matrix-vector patterns
 
 PROBE = RouteInfo(
@@ -131,11 +131,11 @@ class Probe:
         for _, call, _ in self._prepared:
             call()
 
-    def measure(self) -> list[dict[str, Any]]:
-        """Returns ``{"pattern", "kind", "value"}`` per pattern: the best of repeated calls, in units of the kind."""
+    def measure(self, seconds: float = SECONDS_PER_PATTERN) -> list[dict[str, Any]]:
+        """Returns ``{"pattern", "kind", "value"}`` per pattern: the best call of ``seconds``, in units of the kind."""
         samples = []
         for pattern, call, amount in self._prepared:
-            best, end = 0.0, perf_counter() + _SECONDS_PER_PATTERN
+            best, end = 0.0, perf_counter() + seconds
             while True:
                 before = perf_counter()
                 call()

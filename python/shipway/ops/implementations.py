@@ -52,7 +52,7 @@ def compiled_rows(op: str, known: Mapping[str, tuple[KnownFailure, ...]] | None 
 
 
 def _mojo_row(op: str) -> Implementation:
-    """Our Mojo CPU kernel, one MAX graph per op; all ops of a dtype and head_dim compile together."""
+    """Our Mojo CPU kernel, one MAX graph per op; all ops of a head_dim compile together."""
     return Implementation(
         "mojo",
         lambda dtype, head_dim: _loaded("shipway.graphs.single_op", dtype, head_dim)[op],
@@ -62,6 +62,7 @@ def _mojo_row(op: str) -> Implementation:
         compiled=True,
         requires=("max", "mojo"),
         install="max==26.7.0 mojo==1.2.0",
+        alone=lambda dtype, head_dim: _loaded("shipway.graphs.single_op", dtype, head_dim, op)[op],
     )
 
 
@@ -110,6 +111,6 @@ def _tvm_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
 
 
 @lru_cache
-def _loaded(module: str, dtype: str, head_dim: int) -> Mapping[str, Callable[..., Any]]:
-    loaded: Mapping[str, Callable[..., Any]] = import_module(module).load_ops(dtype, head_dim)
+def _loaded(module: str, dtype: str, head_dim: int, *only: str) -> Mapping[str, Callable[..., Any]]:
+    loaded: Mapping[str, Callable[..., Any]] = import_module(module).load_ops(dtype, head_dim, *only)
     return loaded

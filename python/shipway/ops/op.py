@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shipway.signature import check
+from shipway.signature import SIGNATURES, check
 
 Inputs = dict[str, Any]
 Outputs = dict[str, np.ndarray]
@@ -189,6 +189,7 @@ class Implementation:
         compiled: Whether static dims cost a compilation each.
         requires: Importable modules it needs.
         install: What pip installs to get these modules.
+        alone: As :attr:`make`, compiling this op only, where :attr:`make` would compile others beside it.
         known: Declared failures; our own kernels have none.
     """
 
@@ -200,6 +201,7 @@ class Implementation:
     compiled: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
+    alone: Callable[[str, int], Callable[..., Any]] | None = None
     known: tuple[KnownFailure, ...] = ()
 
 
@@ -259,7 +261,8 @@ class Op:
             function = wrap(function)
 
         def call(*arguments: Any) -> Any:
-            check(self.name, dtype, arguments, head_dim=head_dim, strided=row.strided)
+            made_for = head_dim if "cache" in SIGNATURES[self.name] else None
+            check(self.name, dtype, arguments, head_dim=made_for, strided=row.strided)
             return function(*arguments)
 
         return call
