@@ -40,6 +40,7 @@ _OPS = {
 """Functions of ``shipway.graphs.ops`` with the catalogue's ops that each serves."""
 
 DTYPES = ("f32", "bf16")
+_HALF_OPS = ("rms_norm",)  # also in f16, whose range a square leaves
 _HEAD_OPS = ("qkv_rope_append", "attention")
 _NUMBERS = {float: DType.float32, int: DType.int32}
 
@@ -78,7 +79,7 @@ def load_ops(dtype: str, head_dim: int, only: str | None = None) -> dict[str, Ca
     A compilation costs MAX some ten seconds before the first kernel and about one per kernel: few large ones are best.
 
     Args:
-        dtype: ``"f32"`` or ``"bf16"``: activations, matrices and KV cache of the functions returned.
+        dtype: ``"f32"``, ``"bf16"``, or ``"f16"`` for RMSNorm: activations, matrices and KV cache of the functions.
         head_dim: head_dim of the attention ops.
         only: The catalogue op to compile; ``None`` for all.
 
@@ -102,7 +103,7 @@ def _load(session: InferenceSession, names: list[str], head_dim: int | None) -> 
         module = Module()
         for name in names:
             variants = [(b, n) for b in (0, 1) for n in (0, 1)] if name == "qkv_rope_append" else [(0, 0)]
-            for dtype in DTYPES:
+            for dtype in (*DTYPES, "f16") if name in _HALF_OPS else DTYPES:
                 for bias, norm in variants:
                     _build(module, extension, name, dtype, head_dim, bool(bias), bool(norm))
         with one_line_errors():

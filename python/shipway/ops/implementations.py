@@ -19,14 +19,22 @@ def rows(*implementations: Implementation) -> Mapping[str, Implementation]:
     return {row.name: row for row in implementations}
 
 
+DTYPES = ("f32", "bf16")
+HALF = (*DTYPES, "f16")
+
+
 def torch_row(
-    make: Callable[[str], Callable[..., Any]], *, bitwise: bool = False, known: tuple[KnownFailure, ...] = ()
+    make: Callable[[str], Callable[..., Any]],
+    *,
+    bitwise: bool = False,
+    dtypes: tuple[str, ...] = DTYPES,
+    known: tuple[KnownFailure, ...] = (),
 ) -> Implementation:
     """The plain PyTorch row: ``make(dtype)`` returns a function on torch CPU tensors."""
     return Implementation(
         "torch",
         lambda dtype, head_dim: make(dtype),
-        ("f32", "bf16"),
+        dtypes,
         strided="handled",
         bitwise=bitwise,
         requires=("torch",),
@@ -56,7 +64,7 @@ def _mojo_row(op: str) -> Implementation:
     return Implementation(
         "mojo",
         lambda dtype, head_dim: _loaded("shipway.graphs.single_op", dtype, head_dim)[op],
-        ("f32", "bf16"),
+        HALF if op == "rms_norm" else DTYPES,
         strided="refused",
         bitwise=True,
         compiled=True,
@@ -71,7 +79,7 @@ def _max_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
     return Implementation(
         "max",
         lambda dtype, head_dim: _loaded("shipway.graphs.stock_ops", dtype, head_dim)[op],
-        ("f32", "bf16"),
+        DTYPES,
         strided="refused",
         bitwise=False,
         requires=("max",),
@@ -85,7 +93,7 @@ def _jax_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
     return Implementation(
         "jax",
         lambda dtype, head_dim: _loaded("shipway.ops.jax_ops", dtype, head_dim)[op],
-        ("f32", "bf16"),
+        HALF if op == "rms_norm" else DTYPES,
         strided="copied",
         bitwise=False,
         compiled=True,
@@ -100,7 +108,7 @@ def _tvm_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
     return Implementation(
         "tvm",
         lambda dtype, head_dim: _loaded("shipway.ops.tvm_ops", dtype, head_dim)[op],
-        ("f32", "bf16"),
+        DTYPES,
         strided="copied",
         bitwise=False,
         compiled=True,

@@ -22,7 +22,7 @@ from shipway.ops.attention import visible
 from shipway.ops.data import sequences
 from shipway.ops.qkv_rope_append import positions_of
 
-_ACT = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+_ACT = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 _FEWEST_ROWS = 16  # but one row stays one
 _FEWEST_KEYS = 256  # then four times as many, and so on
 
@@ -31,7 +31,7 @@ def load_ops(dtype: str, head_dim: int) -> dict[str, Callable[..., torch.Tensor]
     """Returns a function per catalogue op on torch CPU tensors, arguments as in the op's reference.
 
     Args:
-        dtype: ``"f32"`` or ``"bf16"``: activations, matrices and KV cache.
+        dtype: ``"f32"``, ``"bf16"`` or ``"f16"``: activations, matrices and KV cache.
         head_dim: Is not compiled for before a call brings it.
     """
     jax.config.update("jax_platforms", "cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shipway.ops.data import fill
-from shipway.ops.implementations import compiled_rows, rows, torch_row
+from shipway.ops.implementations import HALF, compiled_rows, rows, torch_row
 from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
 
@@ -44,7 +44,7 @@ def _draw(case: Case, rng: np.random.Generator) -> Inputs:
 def _torch(dtype: str) -> Callable[..., Any]:
     import torch
 
-    act = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    act = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
 
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
         return (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).to(act)
@@ -116,5 +116,5 @@ OP = Op(
         Property("eps_decides_small_rows", _eps_decides),
         Property("large_values_stay_finite", _large_values),
     ),
-    implementations=rows(torch_row(_torch), *compiled_rows("rms_norm")),
+    implementations=rows(torch_row(_torch, dtypes=HALF), *compiled_rows("rms_norm")),
 )
