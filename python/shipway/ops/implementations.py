@@ -43,20 +43,26 @@ def torch_row(
     )
 
 
-def compiled_rows(op: str, known: Mapping[str, tuple[KnownFailure, ...]] | None = None) -> tuple[Implementation, ...]:
-    """Every compiled row of an op.
+def compiled_rows(
+    op: str,
+    known: Mapping[str, tuple[KnownFailure, ...]] | None = None,
+    only: tuple[str, ...] = ("mojo", "max", "jax", "tvm"),
+) -> tuple[Implementation, ...]:
+    """The compiled rows of an op.
 
     Args:
         op: Name of the op.
         known: Declared failures by row.
+        only: The rows whose ``load_ops`` has the op.
     """
     known = known or {}
-    return (
+    compiled = (
         _mojo_row(op),
         _max_row(op, known.get("max", ())),
         _jax_row(op, known.get("jax", ())),
         _tvm_row(op, known.get("tvm", ())),
     )
+    return tuple(row for row in compiled if row.name in only)
 
 
 def _mojo_row(op: str) -> Implementation:
