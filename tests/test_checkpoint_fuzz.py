@@ -80,7 +80,7 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
         for step in way:
             part = part[step]
         if draw(st.booleans()) or draw(st.booleans()):
-            part[key] = draw(VALUES)
+            part[key] = deepcopy(draw(VALUES))  # a later round may change it
         else:
             del part[key]
     return value
