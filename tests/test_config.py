@@ -64,6 +64,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"partial_rotary_factor": -1}, "rotary dimension -16"),
         ({"rope_scaling": {"rope_type": "none", "factor": 2.0}}, "none"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, "beta_fast"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320}}, "beta_fast"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-320}}, "factor 1e-320"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}}, "attention factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": -9}}, "mscale_all_dim"),
         ({"rope_scaling": [8.0]}, "one setting for all layers"),

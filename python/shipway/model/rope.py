@@ -16,6 +16,7 @@ import numpy as np
 from shipway.errors import ShipwayError
 
 _LARGEST = 3e38  # what a float32 holds
+_LEAST = 1e-6  # of what frequencies and wavelengths are divided by, so that they stay finite
 KINDS = ("none", "linear", "llama3", "yarn")
 
 
@@ -55,10 +56,10 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rotary_dim <= 0 or self.rotary_dim % 2:
             raise ShipwayError(f"rotary dimension {self.rotary_dim} is not supported: it must be even and positive")
-        if not (math.isfinite(self.theta) and self.theta > 1 and math.isfinite(self.factor) and self.factor > 0):
+        if not (1 < self.theta < math.inf and _LEAST <= self.factor < math.inf):
             raise ShipwayError(f"rope theta {self.theta} with factor {self.factor} makes no sense")
         factors = (self.beta_fast, self.beta_slow, self.attention_factor)
-        if not all(math.isfinite(value) and value > 0 for value in factors):
+        if not all(_LEAST <= value < math.inf for value in factors):
             raise ShipwayError(f"yarn's beta_fast, beta_slow and attention factor must be positive, not {factors}")
         if self.kind in ("llama3", "yarn") and not self.divisors and self.original_max_position_embeddings <= 0:
             raise ShipwayError(f"rope scaling {self.kind} needs original_max_position_embeddings")
