@@ -3,9 +3,8 @@
 All sizes but head_dim are symbolic: one library per dtype serves the ops without a KV cache, one more per dtype and
 head_dim the others. Tensors are shared through DLPack, the KV cache is written in place; what is not contiguous, or
 does not start on a cache line, is copied first (and such a KV cache back). Attention runs sequence by sequence, on the
-valid part of the cache.
-The parts are those of the ``tvm-dlight`` route; its one-row products, whose sizes are fixed, have a schedule of their
-own there, which ``tests/test_schedule_rules.py`` checks.
+valid part of the cache. The parts are those of the ``tvm-dlight`` route; its one-row products, whose sizes are fixed,
+have a schedule of their own there, which ``tests/test_schedule_rules.py`` checks.
 """
 
 from __future__ import annotations
@@ -110,11 +109,11 @@ def _qkv_rope_append(
     at = (torch.from_numpy(index) for index in (positions, rows, rows + np.int32(capacity)))
     given = (x, wq, wk, wv, bias_q, bias_k, bias_v, norm_q, norm_k)
     function = machine[_variant(bias_q is not None, norm_q is not None)]
-    kept = cache.view(-1, kv_heads, head_dim)
+    kept = cache.reshape(-1, kv_heads, head_dim)
     tensors = (*(tensor for tensor in given if tensor is not None), _number(eps), table, kept, *at)
     q, written = map(from_dlpack, function(*map(_shared, tensors)))
     if written.data_ptr() != cache.data_ptr():
-        kept.copy_(written)
+        cache.copy_(written.view(cache.shape))
     return q
 
 
