@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,56 @@ def test_bos_is_added_only_where_the_checkpoint_and_the_caller_want_it(directory
     assert with_bos.encode("a") == [1, *with_bos.encode("a", add_bos=False)]
     assert settings(directory, add_bos_token=False).encode("a")[0] != 1
     assert settings(directory, add_bos_token=None).encode("a")[0] != 1  # tokenizer.json has no post-processor
+
+
+def edit_backend(directory: Path, **changes: Any) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return open_checkpoint(directory).tokenizer
+
+
+PADDING = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None}
+PADDING |= {"pad_id": 2, "pad_type_id": 0, "pad_token": "</s>"}
+TRUNCATION = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+
+
+@pytest.mark.parametrize("batch", [{"padding": PADDING}, {"truncation": TRUNCATION}, {"truncation": None}])
+def test_prompt_is_taken_whole_whatever_its_tokenizer_once_did_to_batches(
+    directory: Path, batch: dict[str, Any]
+) -> None:
+    tokenizer = edit_backend(directory, **batch)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    theirs = AutoTokenizer.from_pretrained(directory)
+    assert ids == [1, *theirs(TEXT, add_special_tokens=False).input_ids]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}, "Missing [UNK] token"),
+        (
+            {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
+            | {"max_input_chars_per_word": 100},
+            "Missing [UNK] token",
+        ),
+        ({"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None, "byte_fallback": False}, "`unk_id` is missing"),
+    ],
+)
+def test_text_a_tokenizer_has_no_token_for_is_one_clear_line(directory: Path, model: dict[str, Any], said: str) -> None:
+    (directory / "tokenizer_config.json").write_text("{}")
+    tokenizer = edit_backend(directory, model=model, added_tokens=[])
+    with pytest.raises(
+        ShipwayError, match=re.escape(f"{directory / 'tokenizer.json'}: the tokenizer fails: ")
+    ) as caught:
+        tokenizer.encode("hello")
+    assert said in str(caught.value)
+
+
+def test_panic_of_the_tokenizer_library_is_an_error_of_that_file(directory: Path) -> None:
+    tokenizer = edit_backend(directory, decoder={"type": "Strip", "content": "a", "start": 100, "stop": 100})
+    with pytest.raises(ShipwayError, match=r"tokenizer\.json: the tokenizer fails: index out of bounds"):
+        tokenizer.decode(tokenizer.encode("a"))
 
 
 def test_special_tokens_in_text_are_single_tokens_and_are_not_shown(tokenizer: Tokenizer) -> None:
@@ -127,6 +178,12 @@ def test_chat_offers_what_published_templates_use(directory: Path) -> None:
         ("{% if %}", "Expected an expression"),
         ("{{ messages[0].content + 1 }}", "concatenate"),
         ("{{ messages.append(1) }}", "append"),  # the sandbox keeps templates from changing anything
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ '{x}'.format() }}", "KeyError: 'x'"),
+        ("{% for i in range(1000000000) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
+        ("{% include 'x' %}", "no loader"),
     ],
 )
 def test_a_template_that_fails_is_one_clear_line(directory: Path, template: str, said: str) -> None:
@@ -134,6 +191,21 @@ def test_a_template_that_fails_is_one_clear_line(directory: Path, template: str,
     with pytest.raises(ShipwayError, match=said) as caught:
         tokenizer.chat([{"role": "user", "content": "hi"}])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    ],
+)
+def test_a_template_without_an_end_is_given_up(directory: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shipway.model.tokenizer._TEMPLATE_S", 0.2)
+    tracer = sys.gettrace()
+    with pytest.raises(ShipwayError, match=r"does not come to an end within 0.2 s"):
+        settings(directory, chat_template=template).chat([])
+    assert sys.gettrace() is tracer
 
 
 def test_a_template_file_comes_before_the_one_in_the_settings(directory: Path) -> None:

@@ -76,6 +76,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: token_id(key) for name, key in names.items()}
     return Tokenizer(
+        file=file.path,
         backend=backend,
         kind=kind,
         adds_bos=bool(own.get("add_bos_token", adds_bos)),

@@ -6,10 +6,14 @@ Only the ``tokenizers`` library is used: importing transformers for its wrapper 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
@@ -19,9 +23,11 @@ from shipway.model.config import ModelConfig, token_ids
 from shipway.model.safetensors_files import read_json
 
 if TYPE_CHECKING:
+    from _typeshed import TraceFunction
     from jinja2 import Environment
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a whole character
+_TEMPLATE_S = 5.0  # published templates take milliseconds
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Tokenizer:
     """The tokenizer of one checkpoint.
 
     Attributes:
+        file: Where it comes from.
         backend: The ``tokenizers`` object.
         kind: ``"tokenizer.json"`` or the GGUF tokenizer model and pre-tokenizer (``"gpt2/smollm"``).
         adds_bos: Whether plain text is preceded by the BOS token.
@@ -39,6 +46,7 @@ class Tokenizer:
         chat_template_file: The file :attr:`chat_template` comes from.
     """
 
+    file: Path
     backend: Backend
     kind: str
     adds_bos: bool
@@ -57,13 +65,22 @@ class Tokenizer:
         """Returns the ids of ``text``; ``add_bos`` puts BOS first where the checkpoint asks for it.
 
         Text made by :meth:`chat` holds its own BOS: encode it with ``add_bos=False``.
+
+        Raises:
+            ShipwayError: The tokenizer has no token for a part of the text, or is broken.
         """
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        with _about(self.file):
+            ids = self.backend.encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if add_bos and self.adds_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ``ids`` without special tokens; ids past the vocabulary read as nothing."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        """Returns the text of ``ids`` without special tokens; ids past the vocabulary read as nothing.
+
+        Raises:
+            ShipwayError: The tokenizer is broken.
+        """
+        with _about(self.file):
+            return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         """Returns an incremental decoder for tokens that follow ``prompt``."""
@@ -73,17 +90,50 @@ class Tokenizer:
         """Renders ``[{"role": ..., "content": ...}, ...]`` through the template, up to the assistant's turn.
 
         Raises:
-            ShipwayError: There is no template, or it is broken or refuses the messages.
+            ShipwayError: There is no template, or it is broken, refuses the messages or does not come to an end.
         """
         from jinja2 import TemplateError
 
         if self.chat_template is None:
             raise ShipwayError("this checkpoint has no chat template: pass plain text without --chat")
         try:
-            template = _template_environment().from_string(self.chat_template)
-            return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
-        except (TemplateError, TypeError, ValueError) as problem:
-            raise ShipwayError(f"{self.chat_template_file}: the chat template fails: {problem}") from None
+            with _time_limit():
+                template = _template_environment().from_string(self.chat_template)
+                text = template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
+            text.encode()  # raises for half a surrogate pair, which is no text
+        except Exception as problem:  # a template is a program: it may raise whatever Python raises
+            kind = "" if isinstance(problem, TemplateError) else f"{type(problem).__name__}: "
+            raise ShipwayError(f"{self.chat_template_file}: the chat template fails: {kind}{problem}") from None
+        return text
+
+
+@contextmanager
+def _about(file: Path) -> Iterator[None]:
+    """Says of which file's tokenizer the library complains: in bare Exceptions, and in panics, which are none."""
+    try:
+        yield
+    except BaseException as problem:
+        if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+            raise
+        raise ShipwayError(f"{file}: the tokenizer fails: {problem}") from None
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raises a TimeoutError in the Python code of the block once this thread has computed in it for too long."""
+    end = time.thread_time() + _TEMPLATE_S
+
+    def check(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        if time.thread_time() > end:
+            raise TimeoutError(f"it does not come to an end within {_TEMPLATE_S:g} s")
+        return check
+
+    before = sys.gettrace()
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class TextStream:
@@ -138,10 +188,11 @@ def hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
         raise ShipwayError(
             f"{directory} has no tokenizer.json: write one with transformers' AutoTokenizer.save_pretrained"
         )
-    try:
+    with _about(path):
         backend = Backend.from_file(str(path))
-    except Exception as problem:  # the library raises bare Exception
-        raise ShipwayError(f"{path} cannot be read: {problem}") from None
+    # The file may hold what a batch was once padded or cut to: a prompt is taken whole, as transformers takes it.
+    backend.no_padding()
+    backend.no_truncation()
     settings = _optional_json(directory / "tokenizer_config.json")
     generation = _optional_json(directory / "generation_config.json")
     named = {key: text for key, value in settings.items() if key.endswith("_token") and (text := _token_text(value))}
@@ -153,9 +204,11 @@ def hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
         raise ShipwayError(f"{directory / 'generation_config.json'}: {problem}") from None
     adds_bos = settings.get("add_bos_token")
     if adds_bos is None:  # then the post-processor in tokenizer.json decides
-        adds_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
+        with _about(path):
+            adds_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
     template, template_file = _hf_template(directory, settings)
     return Tokenizer(
+        file=path,
         backend=backend,
         kind="tokenizer.json",
         adds_bos=bool(adds_bos),
