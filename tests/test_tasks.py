@@ -5,8 +5,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -158,6 +160,43 @@ def test_pins_put_back_after_a_failed_change_are_installed_again(checkout: Check
     pins.write_text(before)
     checkout.dev("bench")
     assert len(checkout.pip_calls()) == 2
+
+
+def test_two_first_starts_install_one_after_the_other(checkout: Checkout) -> None:
+    pip = f"echo begin >>log; {shutil.which('sleep')} 1; echo end >>log"
+    (checkout.root / ".venv/bin/python").write_text(f'#!/bin/sh\ncase "$*" in "-m pip "*) {pip} ;; esac\n')
+    env = {"PATH": str(checkout.system), "LOG": str(checkout.log)}
+    both = [
+        subprocess.Popen([checkout.root / "dev", "bench"], env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    lines = checkout.log.read_text().splitlines()
+    assert [line for line in lines if line in ("begin", "end")] == ["begin", "end"] * 2  # upgraded, then installed
+    assert sorted("another ./dev is installing into .venv: waiting for it" in err for err in said) == [False, True]
+
+
+def test_lock_of_a_killed_installation_holds_nobody_up(checkout: Checkout) -> None:
+    began = checkout.root / "began"
+    (checkout.root / ".venv/bin/python").write_text(
+        f'#!/bin/sh\ncase "$*" in "-m pip "*) : >began; exec {shutil.which("sleep")} 60 ;; esac\n'
+    )
+    command = [checkout.root / "dev", "bench"]
+    with subprocess.Popen(command, env={"PATH": str(checkout.system)}, start_new_session=True) as first:
+        while not began.exists():
+            time.sleep(0.02)
+        os.killpg(first.pid, signal.SIGKILL)
+    checkout.stub(checkout.root / ".venv/bin/python")
+    done = checkout.dev("bench")
+    assert done.returncode == 0
+    assert "waiting" not in done.stderr
+    assert len(checkout.pip_calls()) == 2
+
+
+def test_task_does_not_inherit_the_lock(checkout: Checkout) -> None:
+    (checkout.root / ".venv/bin/shipway").write_text("#!/bin/sh\nexec ls /proc/self/fd\n")
+    (checkout.system / "ls").symlink_to(shutil.which("ls") or "ls")
+    assert "9" not in checkout.dev("doctor").stdout.split()
 
 
 def test_old_python_is_one_line(checkout: Checkout) -> None:
