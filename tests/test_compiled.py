@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,44 @@ def test_damaged_artefact_is_refused_by_its_file(compiled: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
+    ("name", "damage", "how"),
+    [
+        ("model.safetensors", lambda data: data[:-2000] + bytes(2000), "is damaged"),
+        ("tokenizer.json", lambda data: data + b" ", "is damaged"),
+        ("tokenizer_config.json", None, "is missing"),
+    ],
+)
+def test_checkpoint_of_a_compiled_model_that_was_changed_is_refused_by_its_file(
+    compiled: Path, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, how: str
+) -> None:
+    copy = shutil.copytree(compiled, tmp_path / "copy")
+    if damage is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_bytes(damage((copy / name).read_bytes()))
+    with pytest.raises(ShipwayError, match=f"{name} {how}: make the compiled model again with shipway compile"):
+        shipway.load(copy, threads=1)
+
+
+def test_compiled_model_without_its_manifest_is_no_ordinary_checkpoint(compiled: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(compiled, tmp_path / "copy")
+    (copy / "shipway.json").unlink()
+    with pytest.raises(ShipwayError, match=r"is a compiled model without its shipway\.json: compile the model again"):
+        shipway.load(copy, threads=1)
+
+
+@pytest.mark.parametrize("field", ["compile_s", "made", "parts", "files"])
+def test_record_of_an_artefact_without_a_field_is_refused(compiled: Path, tmp_path: Path, field: str) -> None:
+    copy = shutil.copytree(compiled, tmp_path / "copy")
+    record = copy / "compiled" / "artefact.json"
+    said = json.loads(record.read_text())
+    del said[field]
+    record.write_text(json.dumps(said))
+    with pytest.raises(ShipwayError, match="compiled holds no compiled model: make it again with shipway compile"):
+        shipway.load(copy, threads=1)
+
+
+@pytest.mark.parametrize(
     ("route", "said"),
     [
         ("torch-eager", "shipway.json names what is never compiled: route torch-eager, .* compile the model again"),
@@ -149,11 +188,12 @@ def test_contradicting_arguments_are_refused(compiled: Path) -> None:
 
 def test_damaged_manifest_is_one_clear_line(tmp_path: Path) -> None:
     assert read_compiled(tmp_path) is None
-    made = '{"version": 1, "route": %s, "dtype": %s, "weights": %s}'
+    made = '{"version": 2, "route": %s, "dtype": %s, "weights": %s, "files": {}}'
     wrong = [
         made % values for values in (("null", '"f32"', '"f32"'), ('"mojo-graph"', '"f8"', '"f32"'), ("[]", "{}", "7"))
     ]
-    for damage in ("{", "{}", '{"version": 99}', "[]", *wrong, made % ('"mojo-graph"', '"f32"', "7")):
+    deep = "[" * 99_999
+    for damage in ("{", "{}", '{"version": 99}', "[]", deep, *wrong, made % ('"mojo-graph"', '"f32"', "7")):
         (tmp_path / "shipway.json").write_text(damage)
         with pytest.raises(ShipwayError, match="compile the model again"):
             read_compiled(tmp_path)

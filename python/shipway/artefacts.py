@@ -1,6 +1,7 @@
 """Compiled artefacts kept between runs: one directory per key, written atomically under a lock.
 
-A key names everything a compiled artefact depends on; two processes that need the same one compile it once.
+A key names everything a compiled artefact depends on; two processes that need the same one compile it once. Each has
+a record with a hash per file: what is not as it was recorded counts as absent, and is made again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shipway.errors import ShipwayError
 from shipway.model.resolve import cache_dir
+from shipway.model.safetensors_files import read_json
 
-_RECORD = "artefact.json"
+RECORD = "artefact.json"
 MOST_BYTES = 8 << 30
 """Disk space the store may take before what was used longest ago goes."""
 
@@ -44,20 +47,44 @@ class Artefact:
     size: int
 
 
-def stored() -> list[tuple[str, Artefact, float]]:
-    """Returns kind, artefact and time of last use (seconds since the epoch) of everything kept, latest use first."""
-    records = (cache_dir() / "artefacts").glob(f"*/*/{_RECORD}")
-    found = [(record.parent.parent.name, record.parent, record.stat().st_mtime) for record in records]
-    return [
-        (kind, _describe(path, cold=False), used)
-        for kind, path, used in sorted(found, key=lambda entry: entry[2], reverse=True)
-    ]
+@dataclass(frozen=True)
+class Stored:
+    """What the store holds under one key.
+
+    Attributes:
+        kind: Its sub-directory of the store.
+        path: Its directory.
+        size: Bytes of its files.
+        used: Time of its last use, seconds since the epoch.
+        compile_s: Seconds its compilation took, ``None`` when its record is damaged.
+        made: When it was made, ISO 8601 date, ``None`` when its record is damaged.
+    """
+
+    kind: str
+    path: Path
+    size: int
+    used: float
+    compile_s: float | None
+    made: str | None
+
+
+def stored() -> list[Stored]:
+    """Returns everything kept, latest use first."""
+    found = []
+    for file in (cache_dir() / "artefacts").glob(f"*/*/{RECORD}"):
+        path, record = file.parent, {}
+        with contextlib.suppress(ShipwayError):
+            record = _record(path)
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
+            used = file.stat().st_mtime
+            found.append(Stored(path.parent.name, path, _size(path), used, record.get("compile_s"), record.get("made")))
+    return sorted(found, key=lambda entry: entry.used, reverse=True)
 
 
 def _forget_beyond(most: int, keep: Path) -> None:
     """Removes the artefacts used longest ago until the rest takes at most ``most`` bytes."""
     total = 0
-    for _, kept, _ in stored():
+    for kept in stored():
         total += kept.size
         if total > most and kept.path != keep:
             shutil.rmtree(kept.path, ignore_errors=True)
@@ -82,7 +109,7 @@ def source_of(*files: str) -> str:
 
 
 def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], None]) -> Artefact:
-    """Returns the artefact of these parts, building it when there is none.
+    """Returns the artefact of these parts, building it when there is none that is whole.
 
     Args:
         kind: Sub-directory of the store, such as ``"mojo-graph"``.
@@ -94,14 +121,14 @@ def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], Non
     """
     text = _text(parts)
     path = cache_dir() / "artefacts" / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
-    if (path / _RECORD).exists():
-        return _read(path, cold=False)
+    if (kept := _whole(path)) is not None:
+        return kept
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (path / _RECORD).exists():
-                return _read(path, cold=False)
+            if (kept := _whole(path)) is not None:
+                return kept
             partial = path.with_suffix(f".{os.getpid()}")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -109,23 +136,22 @@ def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], Non
                 started = time.perf_counter()
                 build(partial)
                 record = {"compile_s": time.perf_counter() - started, "made": time.strftime("%Y-%m-%d"), "parts": parts}
-                (partial / _RECORD).write_text(json.dumps(record, indent=1, default=str))
-                shutil.rmtree(path, ignore_errors=True)  # half an artefact without a record
+                record["files"] = hashes(partial)
+                (partial / RECORD).write_text(json.dumps(record, indent=1, default=str))
+                shutil.rmtree(path, ignore_errors=True)  # a damaged one
                 partial.rename(path)
                 _forget_beyond(MOST_BYTES, keep=path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ShipwayError(f"cannot write compiled artefacts under {path.parent}: {error.strerror}") from error
-    return _read(path, cold=True)
+    return _describe(path, record, cold=True)
 
 
 def ship(source: Path, kind: str, target: Path) -> None:
-    """Copies an artefact of the store to ``target``, with what :func:`shipped` checks: its kind and a hash per file."""
+    """Copies an artefact of the store to ``target``, where :func:`shipped` finds it."""
     shutil.copytree(source, target)
-    record = json.loads((target / _RECORD).read_text())
-    record |= {"kind": kind, "files": _hashes(target)}
-    (target / _RECORD).write_text(json.dumps(record, indent=1))
+    (target / RECORD).write_text(json.dumps(_record(target) | {"kind": kind}, indent=1))
 
 
 def shipped(directory: Path, kind: str, parts: Mapping[str, object]) -> Artefact:
@@ -135,25 +161,47 @@ def shipped(directory: Path, kind: str, parts: Mapping[str, object]) -> Artefact
         ShipwayError: There is none, it is damaged, or it was compiled for something else: which, and what is here.
     """
     try:
-        record = json.loads((directory / _RECORD).read_text())
-        found, files = {"route": record["kind"]} | record["parts"], dict(record["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        record = _record(directory)
+    except ShipwayError as error:
         raise ShipwayError(f"{directory} holds no compiled model: make it again with shipway compile") from error
+    found = {"route": record.get("kind")} | record["parts"]
     if differing := _differences(found, json.loads(_text({"route": kind} | dict(parts)))):
         raise ShipwayError(f"{directory} was compiled for {'; '.join(differing)}: make it again with shipway compile")
-    here = _hashes(directory)
-    if wrong := sorted(name for name in files.keys() | here.keys() if files.get(name) != here.get(name)):
-        how = (
-            "is missing" if wrong[0] not in here else "does not belong there" if wrong[0] not in files else "is damaged"
-        )
-        raise ShipwayError(f"{directory / wrong[0]} {how}: make the compiled model again with shipway compile")
-    return _read(directory, cold=False)
+    files = record["files"]
+    added = [f"{directory / name} does not belong there" for name in _files(directory) if name not in files]
+    if wrong := changed(directory, files) or next(iter(added), None):
+        raise ShipwayError(f"{wrong}: make the compiled model again with shipway compile")
+    _touch(directory)
+    return _describe(directory, record, cold=False)
 
 
-def _hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file but the record."""
-    files = (file for file in directory.rglob("*") if file.is_file() and file.name != _RECORD)
-    return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+def hashes(directory: Path) -> dict[str, str]:
+    """Returns the SHA-256 of every file below ``directory`` but a record of it, by its path in there."""
+    return {name: _hash(directory / name) for name in _files(directory)}
+
+
+def changed(directory: Path, files: Mapping[str, str]) -> str | None:
+    """Returns what is wrong with the first of ``files`` that is not as its :func:`hashes` says, ``None`` if none is."""
+    for name, digest in files.items():
+        path = directory / name
+        try:
+            if _hash(path) != digest:
+                return f"{path} is damaged"
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+    return None
+
+
+def _files(directory: Path) -> list[str]:
+    paths = (path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
+    return sorted(str(path.relative_to(directory)) for path in paths)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _differences(found: Mapping[str, object], expected: Mapping[str, object], within: str = "") -> list[str]:
@@ -172,13 +220,43 @@ def _text(parts: Mapping[str, object]) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 
-def _read(path: Path, cold: bool) -> Artefact:
+def _whole(path: Path) -> Artefact | None:
+    """Returns the artefact in ``path`` of the store if its record and the files of it are as they were written.
+
+    A compiler may put further files beside them later.
+    """
+    try:
+        record = _record(path)
+    except ShipwayError:
+        return None
+    if changed(path, record["files"]):
+        return None
+    _touch(path)
+    return _describe(path, record, cold=False)
+
+
+def _touch(path: Path) -> None:
+    """Notes that the artefact in ``path`` is used now."""
     with contextlib.suppress(OSError):  # a read-only directory keeps its date
-        os.utime(path / _RECORD)  # the time of its last use
-    return _describe(path, cold)
+        os.utime(path / RECORD)
 
 
-def _describe(path: Path, cold: bool) -> Artefact:
-    record = json.loads((path / _RECORD).read_text())
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return Artefact(path, cold, record["compile_s"], record["made"], size)
+def _record(path: Path) -> dict[str, Any]:
+    """Returns the record of the artefact in ``path``.
+
+    Raises:
+        ShipwayError: There is none, or it is damaged.
+    """
+    record = read_json(path / RECORD)
+    for name, kind in (("compile_s", float), ("made", str), ("parts", dict), ("files", dict)):
+        if not isinstance(record.get(name), kind):
+            raise ShipwayError(f"{path / RECORD} is damaged: {name} is {record.get(name)!r}")
+    return record
+
+
+def _describe(path: Path, record: Mapping[str, Any], cold: bool) -> Artefact:
+    return Artefact(path, cold, record["compile_s"], record["made"], _size(path))
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

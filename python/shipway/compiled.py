@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shipway.artefacts import ship
+from shipway.artefacts import RECORD, changed, hashes, ship
 from shipway.client import Worker
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.export import write_directory
+from shipway.model.safetensors_files import read_json
 from shipway.routes.catalogue import ROUTES
 from shipway.routes.route import Prepared, RouteInfo, RunSpec
 
-_MANIFEST, _ARTEFACT, _VERSION = "shipway.json", "compiled", 1
+_MANIFEST, _ARTEFACT, _VERSION = "shipway.json", "compiled", 2
 
 
 @dataclass(frozen=True)
@@ -32,37 +33,57 @@ class CompiledModel:
         route: The route it was compiled by.
         dtype: Activations and KV cache.
         weights: Storage format of the matrices.
-        artefact: Directory of the artefact.
+        path: Its directory.
+        files: SHA-256 of the checkpoint's files, by name.
     """
 
     route: str
     dtype: str
     weights: str
-    artefact: str
+    path: Path
+    files: Mapping[str, str]
+
+    @property
+    def artefact(self) -> str:
+        """Directory of the artefact."""
+        return str(self.path / _ARTEFACT)
+
+    def check(self) -> None:
+        """Raises a :class:`ShipwayError` when a file of the checkpoint is not as it was written.
+
+        Reads every file: 0.15 s for 270 MB in the page cache, at the 1.8 GB/s of one core with SHA instructions.
+        """
+        if wrong := changed(self.path, self.files):
+            raise ShipwayError(f"{wrong}: make the compiled model again with shipway compile")
 
 
 def read_compiled(path: Path) -> CompiledModel | None:
     """Returns what the compiled model in ``path`` was made for, or ``None`` when it is an ordinary checkpoint.
 
     Raises:
-        ShipwayError: Its ``shipway.json`` is damaged, of another version, or names what no route compiles.
+        ShipwayError: Its ``shipway.json`` is gone, damaged, of another version, or names what no route compiles.
     """
     manifest = path / _MANIFEST
     if not manifest.is_file():
+        if (path / _ARTEFACT / RECORD).is_file():
+            raise ShipwayError(f"{path} is a compiled model without its {_MANIFEST}: compile the model again")
         return None
     try:
-        said = json.loads(manifest.read_text())
+        said = read_json(manifest)
+    except ShipwayError as error:
+        raise ShipwayError(f"{error}: compile the model again") from error
+    try:
         if said["version"] != _VERSION:
             raise ShipwayError(f"{manifest} is of version {said['version']}, not {_VERSION}: compile the model again")
-        route, dtype, weights = said["route"], said["dtype"], said["weights"]
+        route, dtype, weights, files = said["route"], said["dtype"], said["weights"], dict(said["files"])
         info = ROUTES.get(route)
         if info is None or not info.ships or dtype not in info.dtypes or weights not in info.weight_formats:
             raise ShipwayError(
                 f"{manifest} names what is never compiled: route {route}, dtype {dtype}, weights {weights}: "
                 "compile the model again"
             )
-        return CompiledModel(route, dtype, weights, str(path / _ARTEFACT))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return CompiledModel(route, dtype, weights, path, files)
+    except (ValueError, KeyError, TypeError) as error:
         raise ShipwayError(f"{manifest} is damaged: compile the model again") from error
 
 
@@ -100,12 +121,13 @@ def compile_model(
         partial.mkdir(parents=True)
         progress(f"{weights} weights")
         write_directory(open_checkpoint(model), partial, weights)
+        files = hashes(partial)
         progress(f"{info.name} {dtype}: compiling")
         with Worker(info, threads) as worker:
             prepared = worker.prepare(RunSpec(str(partial), dtype, weights, threads=threads, max_context=16))
         assert prepared.artefact_path is not None
         ship(Path(prepared.artefact_path), info.name, partial / _ARTEFACT)
-        manifest = {"version": _VERSION, "route": info.name, "dtype": dtype, "weights": weights}
+        manifest = {"version": _VERSION, "route": info.name, "dtype": dtype, "weights": weights, "files": files}
         (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if out.exists():
             out.rmdir()

@@ -54,15 +54,15 @@ def cache(
                 raise ShipwayError(f"cannot remove {root / name}: {error.strerror}") from error
         present = [name for name in present if (root / name).is_dir()]
     sizes = {name: _bytes(root / name) for name in present}
-    entries = [
-        dataclasses.asdict(kept) | {"kind": kind, "path": str(kept.path), "used": used} for kind, kept, used in stored()
-    ]
+    entries = stored()
     if json is not None:
-        document = {"path": str(root), "bytes": sizes, "artefacts": entries}
+        described = [dataclasses.asdict(kept) | {"path": str(kept.path)} for kept in entries]
+        document = {"path": str(root), "bytes": sizes, "artefacts": described}
         write_json(json, {"schema_version": SCHEMA_VERSION, "command": "cache", **document})
     print(root)
     for name, size in sizes.items():
         print(f"  {name:<12}{size / (1 << 20):>10,.1f} MiB  {PARTS.get(name, '')}")
-    for kind, kept, used in stored():
-        day = time.strftime("%Y-%m-%d", time.localtime(used))
-        print(f"    {kind:<14}{kept.path.name}  {kept.size / (1 << 20):7.1f} MiB  {kept.compile_s:6.1f} s  used {day}")
+    for kept in entries:
+        day = time.strftime("%Y-%m-%d", time.localtime(kept.used))
+        made = "damaged" if kept.compile_s is None else f"{kept.compile_s:.1f} s"
+        print(f"    {kept.kind:<14}{kept.path.name}  {kept.size / (1 << 20):7.1f} MiB  {made:>8}  used {day}")

