@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -76,8 +77,13 @@ def run(own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["shipway", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

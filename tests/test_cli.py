@@ -2,16 +2,18 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.main import get_group
 
 from command_line import Run, assert_one_line
-from shipway.cli.main import app
+from shipway.cli.app import app
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -86,13 +88,94 @@ def test_reader_that_goes_away_ends_the_command_quietly(checkpoint: str) -> None
     assert process.stderr.read() == ""
 
 
-def test_ctrl_c_ends_the_command_and_its_worker(checkpoint: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "times", "code"),
+    [(signal.SIGINT, 1, 130), (signal.SIGINT, 6, 130), (signal.SIGTERM, 1, 143), (signal.SIGHUP, 1, 129)],
+)
+def test_signal_ends_the_command_and_its_worker(checkpoint: str, number: signal.Signals, times: int, code: int) -> None:
     process = start(checkpoint, max_new=250)
     assert process.stderr is not None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGINT)
-    code = process.wait(timeout=60)
-    assert process.stderr.read() == "shipway: interrupted\n"
-    assert code == 130
+    for _ in range(times):  # impatience changes nothing
+        process.send_signal(number)
+        time.sleep(0.05)
+    assert process.wait(timeout=60) == code
+    said = process.stderr.read()
+    assert said.startswith("shipway: ")
+    assert said.count("\n") == 1
     assert children
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+@pytest.mark.parametrize("module", ["typer", "numpy", "shipway.cli.generate"])
+def test_ctrl_c_while_loading_is_one_line(module: str) -> None:
+    code = (
+        "import importlib.abc, os, signal, sys, time\n"
+        "class Pressed(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT); time.sleep(5)\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        "sys.argv = ['shipway', 'routes']\n"
+        "from shipway.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "shipway: interrupted\n")
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    code = (
+        "import os, signal, sys; import shipway.cli.report as command\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv = ['shipway', 'report', 'r.json']\n"
+        "command.read_result = lambda path: os.kill(os.getpid(), signal.SIGHUP) or sys.exit(7)\n"
+        "from shipway.cli.main import main; main()"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("routes >&-", 2, "standard output is closed"),
+        ("-h >&-", 2, "standard output is closed"),
+        ("routes >&- 2>&-", 2, ""),
+        ("routes >/dev/full", 2, "cannot write standard output: No space left on device"),
+        ("-h >/dev/full", 2, "cannot write standard output: No space left on device"),
+        ("routes -h >/dev/full", 2, "cannot write standard output: No space left on device"),
+        ("report no.json 2>/dev/full", 2, ""),
+        ("report no.json 2>&-", 2, ""),
+        ("routes <&- >/dev/null", 0, ""),
+        ("generate --prompt-file - <&-", 2, "standard input is closed"),
+    ],
+)
+def test_standard_streams_that_are_closed_or_full_are_one_line(line: str, code: int, said: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m shipway.cli {line}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    if said:
+        assert_one_line(done.returncode, code, done.stderr, said)
+    else:
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "-h"], ["routes"]])
+def test_reader_that_went_away_before_the_first_line_is_no_failure(arguments: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shipway.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == ""
+
+
+def test_panic_of_a_rust_library_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panics(path: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr("shipway.cli.report.read_result", panics)
+    code, _, err = run("report", "r.json")
+    assert_one_line(code, 1, err, "broke: PanicException: index out of bounds; traceback: ")

@@ -110,9 +110,13 @@ def third_party_after(statement: str) -> set[str]:
 HEAVY = {"torch", "jax", "max", "mojo", "transformers", "tvm", "matplotlib", "huggingface_hub"}
 
 
-@pytest.mark.parametrize("module", ["shipway", "shipway.cli.main", "shipway.worker", "shipway.routes.catalogue"])
+@pytest.mark.parametrize("module", ["shipway", "shipway.cli.app", "shipway.worker", "shipway.routes.catalogue"])
 def test_start_up_loads_no_compiler(module: str) -> None:
     assert third_party_after(f"import {module}") & HEAVY == set()
+
+
+def test_ctrl_c_is_answered_before_anything_else_is_loaded() -> None:
+    assert third_party_after("import shipway.cli.main") - third_party_after("pass") == set()
 
 
 def test_worker_starts_on_the_standard_library_and_numpy() -> None:

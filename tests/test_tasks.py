@@ -17,7 +17,7 @@ import typer
 from packaging.requirements import Requirement
 
 import ledger
-from shipway.cli.main import app
+from shipway.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PIXI = tomllib.loads((ROOT / "pixi.toml").read_text())

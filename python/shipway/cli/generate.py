@@ -32,6 +32,8 @@ def read_prompt(text: str | None, file: Path | None) -> str:
     if text is not None:
         return text
     assert file is not None
+    if str(file) == "-" and sys.stdin is None:
+        raise ShipwayError("standard input is closed: there is no prompt to read")
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -106,14 +108,14 @@ def generate(
     from shipway.model.checkpoint import open_checkpoint
     from shipway.model.resolve import resolve
 
+    threads = check_threads(threads)
+    check_sampling(max_new, greedy, temperature, top_k, top_p, seed, stop or [])
+    content = check_text("the prompt", read_prompt(prompt, prompt_file))
     if (compiled := read_compiled(resolve(model))) is not None:  # it brings its own; load refuses others by name
         route, dtype, weights = route or compiled.route, dtype or compiled.dtype, weights or compiled.weights
     route, dtype = route or "mojo-graph", dtype or "f32"
     names = list(ROUTES) if route == ALL else [find_route(route).name]
     check_names(dtype, weights or dtype, device)
-    threads = check_threads(threads)
-    check_sampling(max_new, greedy, temperature, top_k, top_p, seed, stop or [])
-    content = check_text("the prompt", read_prompt(prompt, prompt_file))
     options: dict[str, Any] = {
         "chat": chat,
         "max_new": max_new,
