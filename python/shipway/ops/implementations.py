@@ -95,7 +95,7 @@ def _max_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
 
 
 def _jax_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
-    """The maths of the ``xla`` route, compiled by XLA for the sizes of a call."""
+    """The maths of the ``xla`` route, compiled by XLA for a few sizes; alone, for the sizes of a call."""
     return Implementation(
         "jax",
         lambda dtype, head_dim: _loaded("shipway.ops.jax_ops", dtype, head_dim)[op],
@@ -106,6 +106,7 @@ def _jax_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
         requires=("jax",),
         install="jax==0.10.2 jaxlib==0.10.2",
         known=known,
+        alone=lambda dtype, head_dim: _loaded("shipway.ops.jax_ops", dtype, head_dim, op)[op],
     )
 
 
