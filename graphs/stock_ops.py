@@ -133,7 +133,7 @@ class _Ops:
         start: torch.Tensor,
         layer: int,
     ) -> torch.Tensor:
-        head_dim = cache.shape[-1]
+        head_dim = _contiguous(cache).shape[-1]
         rows, first = offsets.tolist(), start.tolist()
         positions = torch.cat(
             [torch.arange(s, s + b - a, dtype=torch.int32) for s, (a, b) in zip(first, pairwise(rows), strict=True)]
@@ -166,7 +166,7 @@ class _Ops:
         window: int,
     ) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
-        kv_heads = cache.shape[4]
+        kv_heads = _contiguous(cache).shape[4]
         wide = self._wide(q).view(tokens, kv_heads, heads // kv_heads, head_dim)
         out = torch.empty_like(wide)
         for b, (begin, end) in enumerate(pairwise(offsets.tolist())):

@@ -459,7 +459,8 @@ ATTENTION_PREFILL = Op(
     ),
     implementations=rows(
         torch_row(_torch, known=PREFILL_LEAKS),
-        *compiled_rows("attention_prefill", dict.fromkeys(DENSE, PREFILL_LEAKS)),
+        # MAX's row slices away what lies before the window.
+        *compiled_rows("attention_prefill", {"max": PREFILL_LEAKS[1:], **dict.fromkeys(DENSE, PREFILL_LEAKS)}),
     ),
 )
 
