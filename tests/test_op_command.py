@@ -78,6 +78,7 @@ def test_each_implementation_has_a_line_and_what_is_asked_for_alone_is_shown(
     assert code == 0, err
     lines = lines_of(out)
     assert sorted(lines) == ["impl", "right"]
+    assert "right: each call includes converting its arguments" in out
     assert lines["right"][1:4] == ["T=2 N=64 K=512", "f32", "PASS"]
     result = json.loads((tmp_path / "r.json").read_text())
     assert [entry["implementation"] for entry in result["entries"]] == ["torch", "right"]

@@ -58,13 +58,18 @@ class Verdict(TypedDict):
 
 
 class Prepared(TypedDict):
-    """What a worker answers before it is timed: ``copies`` is 0 where no cold cache can be had."""
+    """What a worker answers before it is timed.
+
+    ``copies`` is the length of the rotation, 0 where no cold cache can be had; ``converts`` says that every timed call
+    includes converting torch tensors to the implementation's own arrays.
+    """
 
     verdict: Verdict
     load_s: float
     bytes: float
     flops: float
     copies: int
+    converts: bool
     call_s: float
 
 
@@ -95,6 +100,7 @@ class Entry(TypedDict):
     bytes: float
     flops: float
     copies: int
+    converts: bool
     samples: list[Sample]
 
 
@@ -288,6 +294,7 @@ class OpBench:
             "bytes": 0.0,
             "flops": 0.0,
             "copies": 0,
+            "converts": False,
             "samples": [],
         }
         if reason := missing(row):
@@ -312,7 +319,7 @@ class OpBench:
         if prepared is not None:
             verdict = prepared["verdict"]
             entry["verdict"] = verdict
-            for key in ("load_s", "bytes", "flops", "copies"):
+            for key in ("load_s", "bytes", "flops", "copies", "converts"):
                 entry[key] = prepared[key]
             if not verdict["ok"]:
                 _set(entry, "fail", f"{verdict['property']}: {verdict['reason']}")

@@ -1,7 +1,8 @@
 """One implementation of one op in a worker: its verdict, then timed calls of what was judged.
 
-A call is timed from the launch to the result, with its arguments checked and in the implementation's own arrays before:
-a row's callable that has ``bind(*arguments)`` returns such a call; any other is timed as it stands.
+A call is timed from the launch to the result, its arguments checked before. A row's callable that has
+``bind(*arguments)`` returns a call on arguments in the implementation's own arrays; any other converts them in every
+call.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class OpTarget:
             "bytes": work.bytes,
             "flops": work.flops,
             "copies": copies,
+            "converts": implementation != "torch" and not hasattr(function, "bind"),
             "call_s": call_s,
         }
 

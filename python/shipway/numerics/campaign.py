@@ -195,7 +195,7 @@ def run_property(
             raise _Broken
 
     try:  # before anything is drawn: hypothesis would compile broken sources again for each smaller case
-        runner.implementation.make(runner.dtype, 64)
+        runner.implementation.make(runner.dtype, (plan.head_dims or (64,))[0])
     except ShipwayError as error:
         return Failure(prop.name, "", str(error)), ran
     head_dims = plan.head_dims if runner.implementation.compiled else ()

@@ -185,7 +185,10 @@ def _remarks(entries: list[Entry]) -> list[str]:
             said.setdefault((entry["implementation"], word, entry["reason"]), []).append(where)
         for known in entry["verdict"]["known"] if word == "KNOWN" and entry["verdict"] else ():
             said.setdefault((entry["implementation"], word, known), []).append(where)
-    return [f"{name} {word} ({', '.join(places)}): {reason}" for (name, word, reason), places in said.items()]
+    lines = [f"{name} {word} ({', '.join(places)}): {reason}" for (name, word, reason), places in said.items()]
+    if converting := dict.fromkeys(entry["implementation"] for entry in entries if entry["converts"]):
+        lines.append(f"{', '.join(converting)}: each call includes converting its arguments from torch tensors")
+    return lines
 
 
 def print_op(result: OpResult, shown: Callable[[Entry], bool], out: TextIO) -> None:
