@@ -3,10 +3,14 @@
 import dataclasses
 import os
 import re
+import threading
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fake_routes
@@ -117,12 +121,47 @@ def test_generate_refuses_arguments_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "continuation"), [([], []), ([10_000], []), ([1], [-1]), ([1.5], []), (["a"], []), ([1] * 300, [])]
+    ("prompt", "continuation"),
+    [([], []), ([10_000], []), ([1], [-1]), ([1.5], []), (["a"], []), ([1] * 300, []), (None, []), ([1], 5), ("1", [])],
 )
 def test_logits_of_ids_that_are_none_are_refused(model: api.Model, prompt: list[Any], continuation: list[Any]) -> None:
     with pytest.raises(ShipwayError):
         model.logits_after(prompt, continuation)
     assert len(model.logits_after([1], [2])) == fake_routes.VOCAB
+
+
+def test_numbers_of_any_type_are_taken(model: api.Model) -> None:
+    plain = list(model.generate("a", max_new=3, temperature=0.5, top_k=2, top_p=0.5, seed=7))
+    for number, whole in ((Fraction, np.int64), (np.float32, np.uint8), (lambda value: value, lambda value: value)):
+        sampling = {"temperature": number(0.5), "top_k": whole(2), "top_p": number(0.5), "seed": whole(7)}
+        assert list(model.generate("a", max_new=whole(3), **sampling)) == plain
+    expected = model.logits_after([1, 2], [3])
+    for ids in (np.array([1, 2]), iter([1, 2]), range(1, 3)):
+        assert np.array_equal(model.logits_after(ids, np.array([3])), expected)
+
+
+@pytest.mark.parametrize(
+    "temperature", [Fraction(10**400), Fraction(-1, 2), np.float32("nan"), 10**400, Decimal("0.5")]
+)
+def test_numbers_no_float_holds_are_refused(model: api.Model, temperature: Any) -> None:
+    with pytest.raises(ShipwayError, match="temperature must be a finite number"):
+        model.generate("a", temperature=temperature)
+
+
+def test_model_closed_by_another_thread_says_so_to_the_one_that_generates(checkpoint: str) -> None:
+    for pause in (0.0, 0.05, 0.3):
+        model = shipway.load(checkpoint, route="Slow", threads=1)
+        tokens = model.generate("a", max_new=200)
+        next(tokens)
+        closing = threading.Timer(pause, model.close)
+        closing.start()
+        with pytest.raises(ShipwayError, match="Slow is closed: load the model again"):
+            list(tokens)
+        closing.join()
+
+
+def test_public_names_are_listed() -> None:
+    assert set(shipway.__all__) <= set(dir(shipway))
 
 
 def test_closed_model_says_so(checkpoint: str) -> None:

@@ -94,6 +94,7 @@ def result(status: str) -> Result:
         "environment": {"cpu": "a CPU", "threads": 2, "packages": {"max": "1"}, "git_revision": "a" * 40},
         "price": {"usd_per_hour": 0.1, "machine": "a machine"},
         "created": "2026-01-02T03:04:05",
+        "rounds": [],
         "probes": [],
         "entries": [entry("torch-eager", "ok", 0.1), entry("mojo-graph", status, 0.05)],
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from command_line import Run
 from shipway.errors import ShipwayError
 from shipway.measure.result import Entry, Result, check_writable, read_result, write_json
 from shipway.report.decision import decide
@@ -333,7 +334,22 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda d: d["workload"].update(parameters="many"), 'workload.parameters is "many"'),
         (lambda d: d["workload"].update(contexts=[1.5]), r"workload.contexts\[0\] is 1.5"),
         (lambda d: d["workload"].update(rounds=7), "timed in rounds"),
+        (lambda d: d["workload"].update(parameters=-1), "workload.parameters is -1"),
+        (lambda d: d["workload"].update(parameters=10**400), "workload.parameters is 1000"),
+        (lambda d: d["workload"].update(rounds=-5), "workload.rounds is -5"),
         (lambda d: d["price"].update(usd_per_hour=0), "usd_per_hour"),
+        (lambda d: d["price"].update(usd_per_hour=float("inf")), "usd_per_hour is Infinity"),
+        (lambda d: d["price"].update(usd_per_hour="inf"), "usd_per_hour is inf"),
+        (lambda d: d["entries"].append(d["entries"][0]), r"entries\[1\] is a second one of torch-eager f32"),
+        (lambda d: d["entries"][0].update(decode_bytes=0), "decode_bytes is 0"),
+        (lambda d: d["entries"][0].update(prefill_flops=-1), "prefill_flops is -1"),
+        (lambda d: d["entries"][0]["samples"][0].update(prompt_tokens=0), "prompt_tokens is 0"),
+        (
+            lambda d: d["entries"][0]["verdict"].update(ok=False),
+            "status is 'ok' and not fail or failed, as its verdict",
+        ),
+        (lambda d: d["entries"][0].update(verdict=None), "status is 'ok' and not failed or not run, as its verdict"),
+        (lambda d: d["entries"][0].update(status="fail"), "status is 'fail' and not ok or failed, as its verdict"),
         (lambda d: d["probes"][0].update(value=0), r"probes\[0\].value"),
         (lambda d: d["probes"][0].update(value="fast"), r"probes\[0\].value"),
         (lambda d: d["entries"][0].update(status="good"), "status is 'good'"),
@@ -357,6 +373,31 @@ def test_damaged_result_is_refused_with_the_place(
     with pytest.raises(ShipwayError, match=part) as caught:
         read_result(path)
     assert "\n" not in str(caught.value)
+
+
+def test_text_of_a_file_commands_no_terminal(run: Run, tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["workload"]["model"] = "\x1b[31mred\nline"
+        document["environment"]["packages"] = {"\x1b]0;title\x07": "1"}
+
+    (tmp_path / "r.json").write_text(damaged(change))
+    code, out, _ = run("report", tmp_path / "r.json")
+    assert code == 0
+    assert out.startswith("?[31mred?line: llama")
+    assert "?]0;title? 1" in out
+    assert "\x1b" not in out
+
+
+def test_decision_says_that_the_machine_was_busy() -> None:
+    document = result(entry("torch-eager", SLOW), entry("mojo-graph", FAST))
+    assert decide(document).startswith("In f32 ship mojo-graph")
+    for timed in document["rounds"][:4]:
+        timed["busy_share"] = 0.5
+    document["rounds"][1]["busy_share"] = 1.0
+    assert decide(document).startswith(
+        "Measured on a busy machine (4 of 5 rounds with up to 100% of the CPU in use by others), run it again on "
+        "an idle one: In f32 ship mojo-graph"
+    )
 
 
 def test_nan_and_infinities_of_a_verdict_survive_the_file(tmp_path: Path) -> None:

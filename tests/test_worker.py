@@ -96,6 +96,19 @@ def test_protocol_answers_every_call() -> None:
         assert worker.call("reset") is None
 
 
+def test_what_a_message_cannot_carry_leaves_the_worker_usable() -> None:
+    with start("Good") as worker:
+        worker.prepare(SPEC)
+        endless: list[object] = []
+        endless.append(endless)
+        for value in (object(), {1, 2}, endless, b"bytes"):
+            with pytest.raises((TypeError, ValueError)):
+                worker.call("prefill", tokens=value)
+            with pytest.raises((TypeError, ValueError)):
+                next(worker.generate(value, 3, fake_routes.VOCAB, [], Sampling()))  # type: ignore[arg-type]
+            assert worker.call("prefill", tokens=[[4]]) == [fake_routes.following(4)]
+
+
 def test_run_times_every_token_and_ignores_eos() -> None:
     with start("Slow") as worker:
         worker.prepare(SPEC)

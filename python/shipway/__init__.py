@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'shipway' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

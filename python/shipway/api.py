@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from numbers import Integral
 from pathlib import Path
@@ -185,7 +185,7 @@ class Model:
         sampling = check_sampling(max_new, greedy, temperature, top_k, top_p, seed, stop)
         tokens = encode_prompt(self.tokenizer, prompt, chat)
         check_context(len(tokens), max_new, self.max_context)
-        return self._stream(tokens, max_new, sampling, stop)
+        return self._stream(tokens, int(max_new), sampling, stop)
 
     def logits_after(self, prompt: Sequence[int], continuation: Sequence[int]) -> np.ndarray:
         """Returns the logits, float32 ``[vocab_size]``, that follow ``prompt`` and ``continuation``.
@@ -196,21 +196,28 @@ class Model:
             ShipwayError: There is no prompt, an id is none of the vocabulary, or they do not fit the context.
             WorkerError: The route broke.
         """
-        for token in (*prompt, *continuation):
-            if check_whole("a token id", token, 0) >= self.config.vocab_size:
-                raise ShipwayError(f"a token id must be below {self.config.vocab_size}, not {token}")
-        if not len(prompt):
+        given, further = self._ids(prompt), self._ids(continuation)
+        if not given:
             raise ShipwayError("the prompt has no tokens: give at least one")
-        check_context(len(prompt), len(continuation), self.max_context)
+        check_context(len(given), len(further), self.max_context)
         self._worker.call("reset")
-        self._worker.call("prefill", tokens=[list(prompt)])
-        for token in continuation:
+        self._worker.call("prefill", tokens=[given])
+        for token in further:
             self._worker.call("decode", tokens=[token])
         logits: np.ndarray = self._worker.call("logits")[0]
         return logits
 
+    def _ids(self, tokens: Iterable[int]) -> list[int]:
+        if not isinstance(tokens, Iterable):
+            raise ShipwayError(f"token ids come as a list, not {tokens!r}")
+        ids = [check_whole("a token id", token, 0) for token in tokens]
+        for token in ids:
+            if token >= self.config.vocab_size:
+                raise ShipwayError(f"a token id must be below {self.config.vocab_size}, not {token}")
+        return ids
+
     def close(self) -> None:
-        """Ends the route's process."""
+        """Ends the route's process; another thread that generates meanwhile is told so."""
         self._worker.close()
 
     def _stream(self, tokens: list[int], max_new: int, sampling: Sampling, stop: Sequence[str]) -> Iterator[Token]:
@@ -277,8 +284,8 @@ def load(
             if asked not in (None, getattr(compiled, key)):
                 raise ShipwayError(f"{path} was compiled for {key} {getattr(compiled, key)}, not {asked}")
         route, dtype, weights = compiled.route, compiled.dtype, compiled.weights
-    route, dtype = route or "mojo-graph", dtype or "f32"
-    weights = weights or dtype
+    route, dtype = "mojo-graph" if route is None else route, "f32" if dtype is None else dtype
+    weights = dtype if weights is None else weights
     info = find_route(route)
     if (reason := info.why_not(dtype, weights, device)) is not None:
         raise CannotRunError(f"{route} {reason}")

@@ -58,6 +58,29 @@ def _map(fd: int, dtype: str, shape: list[int]) -> np.ndarray:
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
 
 
+Frame = tuple[bytes, list[np.ndarray]]
+"""A message as it is sent: its JSON, and the arrays beside it."""
+
+
+def frame(message: dict[str, Any]) -> Frame:
+    """Encodes a message; values are JSON, ``np.integer``, ``np.floating`` or ``np.ndarray``.
+
+    Raises:
+        TypeError: A value is of another type.
+    """
+    arrays: list[np.ndarray] = []
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            arrays.append(value)
+            return {"__array__": len(arrays) - 1, "dtype": value.dtype.str, "shape": list(value.shape)}
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"a message cannot carry {type(value).__name__}")
+
+    return json.dumps(message, default=encode).encode(), arrays
+
+
 class Channel:
     """One end of a connected stream socket."""
 
@@ -66,22 +89,16 @@ class Channel:
         self._socket = sock
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends one message; values are JSON, ``np.integer``, ``np.floating`` or ``np.ndarray``.
+        """Sends one message; raises as :func:`frame` and :meth:`send_frame`."""
+        self.send_frame(frame(message))
+
+    def send_frame(self, encoded: Frame) -> None:
+        """Sends what :func:`frame` made.
 
         Raises:
             ChannelClosed: The other side is gone.
         """
-        arrays: list[np.ndarray] = []
-
-        def encode(value: Any) -> Any:
-            if isinstance(value, np.ndarray):
-                arrays.append(value)
-                return {"__array__": len(arrays) - 1, "dtype": value.dtype.str, "shape": list(value.shape)}
-            if isinstance(value, np.generic):
-                return value.item()
-            raise TypeError(f"a message cannot carry {type(value).__name__}")
-
-        payload = json.dumps(message, default=encode).encode()
+        payload, arrays = encoded
         descriptors = [_share(array) for array in arrays]
         try:
             header = _HEADER.pack(len(payload), len(arrays))
@@ -132,6 +149,8 @@ class Channel:
 
     def ready(self, seconds: float = 0.0) -> bool:
         """Returns whether a message (or the end of the channel) can be read within ``seconds``."""
+        if self._socket.fileno() < 0:  # closed here: reading says so
+            return True
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(seconds * 1000))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shipway.channel import Channel, ChannelClosed
+from shipway.channel import Channel, ChannelClosed, Frame, frame
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.resolve import cache_dir
 from shipway.routes.route import Prepared, RouteInfo, RunSpec
@@ -164,7 +164,7 @@ class Worker:
             if "token" in last:  # the reply is read first: whoever takes the last token has a free worker
                 message = self._receive("generate")
         except BaseException:
-            self._abandon({"call": "stop"})
+            self._abandon("stop")
             raise
         # From here on the worker may be another's: leaving stops nothing any more.
         if "token" in last:
@@ -228,23 +228,24 @@ class Worker:
         while self._busy:
             self._receive("an interrupted call")
 
-    def _abandon(self, *last_words: dict[str, Any]) -> None:
-        """Stops waiting for a reply, sending ``last_words``; does nothing when the reply has come or never will."""
+    def _abandon(self, *last_calls: str) -> None:
+        """Stops waiting for a reply, making ``last_calls``; does nothing when the reply has come or never will."""
         if self._busy and not self._abandoned and self._unusable is None:
             self._abandoned = True
-            for message in last_words:
-                with contextlib.suppress(WorkerError):  # the next call says that the worker has died
-                    self._transmit(message)
+            for call in last_calls:
+                with contextlib.suppress(ShipwayError):  # the next call says that the worker has died or was closed
+                    self._transmit(call, frame({"call": call}))
 
     def _send(self, call: str, arguments: dict[str, Any]) -> None:
+        encoded = frame({"call": call} | arguments)  # what no message can carry is refused before anything is sent
         self._busy = True
-        self._transmit({"call": call} | arguments)
+        self._transmit(call, encoded)
 
-    def _transmit(self, message: dict[str, Any]) -> None:
+    def _transmit(self, call: str, encoded: Frame) -> None:
         try:
-            self._channel.send(message)
+            self._channel.send_frame(encoded)
         except ChannelClosed:
-            raise self._death(message["call"]) from None
+            raise self._death(call) from None
         except BaseException:
             self._cut_off()
             raise
@@ -282,13 +283,21 @@ class Worker:
         raise (CannotRunError if message["kind"] == "cannot run" else ShipwayError)(message["error"])
 
     def _cut_off(self) -> None:
-        """Ends the process after an interrupt within a message: where the next one begins is no longer known."""
+        """Ends the process after an interrupt within a message: where the next one begins is no longer known.
+
+        Raises what :meth:`check_usable` raises when another thread has closed the worker meanwhile.
+        """
+        self.check_usable()
         self._process.kill()
         self._process.wait()
         self._ends(f"{self.name} was interrupted in the middle of a message and was ended: load the model again")
 
     def _death(self, call: str) -> WorkerError:
-        """Says how the process ended and what it printed last: some runtimes give their reason on stderr only."""
+        """Says how the process ended and what it printed last: some runtimes give their reason on stderr only.
+
+        Raises what :meth:`check_usable` raises when another thread has closed the worker meanwhile.
+        """
+        self.check_usable()
         self._keep_log = True
         code = self._process.wait()
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -22,14 +22,22 @@ import numpy as np
 from shipway.errors import ShipwayError
 
 
-def _is(value: object, kind: type) -> bool:
-    """Whether ``value`` is a number of this kind; ``True`` and ``False`` are none."""
-    return isinstance(value, kind) and not isinstance(value, bool)
+def _float(value: object) -> float:
+    """Returns ``value`` as a float, NaN when it is no number or none that a float holds."""
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _int(value: object) -> int:
+    """Returns ``value`` as an int, -1 when it is no whole number."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """How tokens are chosen. Numbers of any type become Python's own, as messages carry them.
 
     Attributes:
         temperature: Divides the logits; 0 is greedy.
@@ -47,14 +55,17 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (_is(self.temperature, Real) and math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ShipwayError(f"temperature must be a finite number >= 0, not {self.temperature!r}")
-        if not (_is(self.top_k, Integral) and self.top_k >= 0):
-            raise ShipwayError(f"top-k must be a whole number >= 0 (0 keeps every token), not {self.top_k!r}")
-        if not (_is(self.top_p, Real) and 0 < self.top_p <= 1):
-            raise ShipwayError(f"top-p must be a number in (0, 1], not {self.top_p!r}")
-        if not (_is(self.seed, Integral) and 0 <= self.seed < 2**63):
-            raise ShipwayError(f"seed must be a whole number in [0, 2**63), not {self.seed!r}")
+        said = dict(vars(self))
+        for name, kind in (("temperature", _float), ("top_k", _int), ("top_p", _float), ("seed", _int)):
+            object.__setattr__(self, name, kind(said[name]))
+        if not 0 <= self.temperature < math.inf:
+            raise ShipwayError(f"temperature must be a finite number >= 0, not {said['temperature']!r}")
+        if self.top_k < 0:
+            raise ShipwayError(f"top-k must be a whole number >= 0 (0 keeps every token), not {said['top_k']!r}")
+        if not 0 < self.top_p <= 1:
+            raise ShipwayError(f"top-p must be a number in (0, 1], not {said['top_p']!r}")
+        if not 0 <= self.seed < 2**63:
+            raise ShipwayError(f"seed must be a whole number in [0, 2**63), not {said['seed']!r}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
             raise ShipwayError("top-k and top-p need a temperature above 0: greedy choice ignores them")
 

@@ -14,6 +14,8 @@ from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_h
 from shipway.errors import ShipwayError
 
 SCHEMA_VERSION = 1
+_LARGEST = 1 << 63  # no figure comes near it, and Python's integers go on where its floats end
+_STATUSES = {None: ("failed", "not run"), True: ("ok", "failed"), False: ("fail", "failed")}  # by the verdict's `ok`
 _NAMES = ("nan", "inf", "-inf")  # how NaN and infinities are written: JSON has no number for them
 
 
@@ -255,7 +257,7 @@ class _Malformed(Exception):
 def _typed(value: Any, kind: Any, where: str) -> Any:
     """Returns ``value`` as the type ``kind``, or says that the part of the document called ``where`` is no such thing.
 
-    Keys that a TypedDict does not name are kept as they are.
+    Keys that a TypedDict does not name are kept as they are. Texts lose what a terminal would take for commands.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -266,7 +268,13 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
     if kind is float:
         if value in _NAMES:
             return float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST:
+            return value
+    elif kind is str:
+        if isinstance(value, str):
+            return _printable(value)
+    elif kind is int:
+        if isinstance(value, int) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST:
             return value
     elif origin is NotRequired:
         return _typed(value, arguments[0], where)
@@ -283,24 +291,43 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
             return [_typed(item, arguments[0], f"{where}[{number}]") for number, item in enumerate(value)]
     elif origin is dict:
         if isinstance(value, dict):
-            return {name: _typed(item, arguments[1], f"{where}.{name}") for name, item in value.items()}
-    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return {_printable(name): _typed(item, arguments[1], f"{where}.{name}") for name, item in value.items()}
+    elif isinstance(value, kind):
         return value
     raise _Malformed(f"{where} is {json.dumps(value)[:60]}")
 
 
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _check_positive(value: float, where: str) -> None:
+    if not 0 < value < math.inf:
+        raise _Malformed(f"{where} is {value}")
+
+
 def _check_figures(result: Result) -> None:
-    """Raises when a figure cannot be made from samples of the right type."""
-    if not result["price"]["usd_per_hour"] > 0:
-        raise _Malformed(f"price.usd_per_hour is {result['price']['usd_per_hour']}")
+    """Raises when no figure can be made from what is of the right type, or a verdict is not what its status says."""
+    _check_positive(result["price"]["usd_per_hour"], "price.usd_per_hour")
+    work = result["workload"]
+    for name in ("parameters", "prompt_tokens", "new_tokens", "batch", "rounds"):
+        _check_positive(work[name], f"workload.{name}")
     for number, probe in enumerate(result["probes"]):
-        if not 0 < probe["value"] < math.inf:
-            raise _Malformed(f"probes[{number}].value is {probe['value']}")
+        _check_positive(probe["value"], f"probes[{number}].value")
+    rows = [(entry["route"], entry["dtype"]) for entry in result["entries"]]
     for number, entry in enumerate(result["entries"]):
         where = f"entries[{number}]"
-        if entry["status"] not in ("ok", "fail", "failed", "not run"):
-            raise _Malformed(f"{where}.status is {entry['status']!r}")
+        if rows.index(rows[number]) != number:
+            raise _Malformed(f"{where} is a second one of {entry['route']} {entry['dtype']}")
+        held = None if entry["verdict"] is None else entry["verdict"]["ok"]
+        if entry["status"] not in (fitting := _STATUSES[held]):
+            said = f"{where}.status is {entry['status']!r}"
+            raise _Malformed(f"{said} and not {' or '.join(fitting)}, as its verdict says")
+        if entry["status"] == "ok":
+            _check_positive(entry["decode_bytes"], f"{where}.decode_bytes")
+            _check_positive(entry["prefill_flops"], f"{where}.prefill_flops")
         for sample in (*entry["samples"], *entry["sweep"]):
+            _check_positive(sample["prompt_tokens"], f"{where} has a sample whose prompt_tokens")
             times = [0.0, *sample["times"], math.inf]
             if len(times) < 4 or not all(before < after for before, after in pairwise(times)):
                 raise _Malformed(f"{where} has a sample whose times are not those of two tokens or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shipway.measure.environment import IDLE_BUSY_SHARE
 from shipway.measure.result import Entry, Result
 from shipway.measure.stats import MIN_ROUNDS, ratio_per_round
 from shipway.report.summary import Row, decode_speeds, prefill_speeds, summarise
@@ -69,10 +70,21 @@ def _one_dtype(dtype: str, rows: list[Row], rounds: int) -> str:
     return text + "."
 
 
+def _busy(result: Result) -> list[str]:
+    """Says that others used the machine in timed rounds: whatever was won or lost then may be theirs."""
+    shares = [share for timed in result["rounds"] if (share := timed["busy_share"]) > IDLE_BUSY_SHARE]
+    if not shares:
+        return []
+    return [
+        f"Measured on a busy machine ({len(shares)} of {len(result['rounds'])} rounds with up to {max(shares):.0%} of "
+        "the CPU in use by others), run it again on an idle one:"
+    ]
+
+
 def decide(result: Result) -> str:
     """Returns the paragraph: a recommendation per dtype, then what failed and what did not run, with reasons."""
     rows = summarise(result)
-    sentences = []
+    sentences = _busy(result)
     for dtype in dict.fromkeys(entry["dtype"] for entry in result["entries"]):
         sentences.append(
             _one_dtype(dtype, [row for row in rows if row.entry["dtype"] == dtype], result["workload"]["rounds"])
