@@ -113,9 +113,11 @@ def interop_lines(path: Path, document: dict[str, Any]) -> str:
 def load_lines(path: Path, document: dict[str, Any]) -> str:
     """Returns the start of a compiled model, from ``shipway load-time``."""
     samples = document["samples"]
+    # Files recorded before load-time wrote them are of this model.
+    model, dtype = document.get("model", "SmolLM2-135M-Instruct"), document.get("dtype", "bf16")
     load, first = (statistics.median(sample[key] for sample in samples) for key in ("load_s", "first_token_s"))
     return (
-        f"**Start of a compiled model** (SmolLM2-135M-Instruct, bf16) on {document['environment']['cpu']}, revision"
+        f"**Start of a compiled model** ({model}, {dtype}) on {document['environment']['cpu']}, revision"
         f" {revision(document)} ([{path.name}](bench/results/{path.name})): `shipway.load` {load:.2f} s, first token"
         f" {first:.2f} s, median of {len(samples)} fresh processes.\n"
     )

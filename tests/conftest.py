@@ -63,6 +63,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_checkpoints.make("llama3", tmp_path_factory.mktemp("llama3")))
 
 
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Puts the handlers back that the command line sets: Ctrl-C ends pytest."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, not yet made; workers find the fake routes."""
@@ -77,13 +86,8 @@ def run(own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["shipway", *map(str, arguments)])
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            with pytest.raises(SystemExit) as ended:
-                main()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with pytest.raises(SystemExit) as ended:
+            main()
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

@@ -309,6 +309,19 @@ def test_reference_logits_are_kept_between_runs(checkpoint: str, monkeypatch: py
     run(checkpoint, "Lacks")
 
 
+@pytest.mark.parametrize("left", [0, 20, 4000])
+def test_kept_reference_that_was_cut_short_is_made_again(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int
+) -> None:
+    monkeypatch.setenv("SHIPWAY_CACHE", str(tmp_path))
+    run(checkpoint, "Lacks")
+    (kept,) = (tmp_path / "reference").iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:left])
+    run(checkpoint, "Lacks")
+    assert kept.read_bytes() == whole
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

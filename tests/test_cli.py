@@ -47,6 +47,11 @@ def test_json_path_that_cannot_be_made_is_found_before_the_work(run: Run, comman
     assert_one_line(code, 2, err, "cannot write", path)
 
 
+def test_json_path_that_looks_like_standard_output_names_it(run: Run) -> None:
+    code, _, err = run("routes", "--json", "-")
+    assert_one_line(code, 2, err, "--json takes a path, not -: /dev/stdout")
+
+
 def test_unforeseen_error_is_one_line_and_its_traceback_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(path: object) -> None:
         raise KeyError("a bug\nof two lines")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 
 import fake_routes
+import readme_results
 import shipway
 import tiny_checkpoints
 from command_line import Run, assert_one_line
 from shipway.compiled import compile_model, read_compiled
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.routes.catalogue import ROUTES
+from shipway.routes.route import Prepared
 
 PROMPT, NEW = "def main(", 12
 
@@ -167,6 +170,23 @@ def test_generate_takes_route_and_dtype_from_the_directory(compiled: Path) -> No
     assert result.stdout.strip()
 
 
+def test_other_routes_are_not_run_and_no_failure_when_all_are_compared(run: Run, compiled: Path) -> None:
+    code, out, _ = run("generate", "--model", compiled, "--prompt", "def", "--max-new", 2, "--route", "all")
+    assert code == 0
+    lines = out.splitlines()
+    at = lines.index("== torch-eager bf16")
+    assert lines[at + 1] == f"not run: {compiled} was compiled for route mojo-graph, not torch-eager"
+    assert "failed" not in out
+
+
+def test_load_time_names_the_model_and_the_dtype(run: Run, compiled: Path, checkpoint: Path, tmp_path: Path) -> None:
+    code, _, _ = run("load-time", compiled, "--runs", 1, "--limit", 600, "--json", tmp_path / "l.json")
+    assert code == 0
+    document = json.loads((tmp_path / "l.json").read_text())
+    assert (document["model"], document["dtype"]) == (checkpoint.name, "bf16")
+    assert f"({checkpoint.name}, bf16)" in readme_results.load_lines(tmp_path / "l.json", document)
+
+
 @pytest.mark.parametrize("route", [name for name, info in ROUTES.items() if not info.ships])
 def test_route_that_cannot_be_compiled_names_every_one_that_can(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str
@@ -188,7 +208,7 @@ def test_contradicting_arguments_are_refused(compiled: Path) -> None:
 
 def test_damaged_manifest_is_one_clear_line(tmp_path: Path) -> None:
     assert read_compiled(tmp_path) is None
-    made = '{"version": 2, "route": %s, "dtype": %s, "weights": %s, "files": {}}'
+    made = '{"version": 2, "route": %s, "dtype": %s, "weights": %s, "model": "m", "files": {}}'
     wrong = [
         made % values for values in (("null", '"f32"', '"f32"'), ('"mojo-graph"', '"f8"', '"f32"'), ("[]", "{}", "7"))
     ]
@@ -204,8 +224,39 @@ def test_nothing_is_left_behind_when_compiling_fails(checkpoint: Path, tmp_path:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ShipwayError, match="in the way"):
         compile_model(checkpoint, ROUTES["mojo-graph"], "f32", "f32", 1, tmp_path / "full", lambda line: None)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ShipwayError, match="in the way"):
+        compile_model(checkpoint, ROUTES["mojo-graph"], "f32", "f32", 1, tmp_path / "link", lambda line: None)
+    for out, said in ((tmp_path / ("n" * 300), "File name too long"), (Path("/"), "in the way")):
+        with pytest.raises(ShipwayError, match=said):
+            compile_model(checkpoint, ROUTES["mojo-graph"], "f32", "f32", 1, out, lambda line: None)
     with pytest.raises(CannotRunError, match="nothing to compile"):
         compile_model(checkpoint, ROUTES["torch-eager"], "f32", "f32", 1, tmp_path / "new", lambda line: None)
     with pytest.raises(ShipwayError):
         compile_model(tmp_path, ROUTES["mojo-graph"], "f32", "f32", 1, tmp_path / "new", lambda line: None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]
+
+
+def test_nothing_is_left_behind_when_compiling_is_ended(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHIPWAY_CACHE", str(tmp_path / "cache"))
+    command = [sys.executable, "-m", "shipway.cli", "compile", "--model", str(checkpoint), "--out", tmp_path / "out"]
+    with subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "f32 weights\n"
+        assert process.stderr.readline() == "mojo-graph f32: compiling\n"
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
+
+
+def test_command_that_is_shown_can_be_pasted(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = Prepared(0.0, 0.0, 0.0, compile_cold=False)
+    monkeypatch.setattr("shipway.compiled.compile_model", lambda *arguments: prepared)
+    out = tmp_path / "a b's"
+    code, said, _ = run("compile", "--model", checkpoint, "--out", out)
+    assert code == 0
+    assert shlex.split(said.splitlines()[-1].removeprefix("start it with: "))[3] == str(out)

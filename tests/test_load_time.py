@@ -33,9 +33,16 @@ def test_limit_decides_the_exit_code(
     assert ("held" if code == 0 else "missed") in out
     document = json.loads(file.read_text())
     assert document["held"] is (code == 0)
+    assert (document["model"], document["dtype"]) == (Path(checkpoint).name, "f32")
     assert len(document["samples"]) == 2
     for sample in document["samples"]:
         assert 0 < sample["load_s"] < sample["first_token_s"]
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "-inf"])
+def test_limit_that_is_none_is_refused(run: Run, checkpoint: str, limit: str) -> None:
+    code, _, err = run("load-time", checkpoint, "--limit", limit)
+    assert_one_line(code, 2, err, f"--limit must be seconds >= 0, not {float(limit)}")
 
 
 @pytest.mark.parametrize(

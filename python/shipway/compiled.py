@@ -18,6 +18,7 @@ from shipway.client import Worker
 from shipway.errors import CannotRunError, ShipwayError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.export import write_directory
+from shipway.model.resolve import resolve
 from shipway.model.safetensors_files import read_json
 from shipway.routes.catalogue import ROUTES
 from shipway.routes.route import Prepared, RouteInfo, RunSpec
@@ -30,6 +31,7 @@ class CompiledModel:
     """What ``shipway.json`` says.
 
     Attributes:
+        model: Name of the model.
         route: The route it was compiled by.
         dtype: Activations and KV cache.
         weights: Storage format of the matrices.
@@ -37,6 +39,7 @@ class CompiledModel:
         files: SHA-256 of the checkpoint's files, by name.
     """
 
+    model: str
     route: str
     dtype: str
     weights: str
@@ -82,13 +85,13 @@ def read_compiled(path: Path) -> CompiledModel | None:
                 f"{manifest} names what is never compiled: route {route}, dtype {dtype}, weights {weights}: "
                 "compile the model again"
             )
-        return CompiledModel(route, dtype, weights, path, files)
+        return CompiledModel(str(said["model"]), route, dtype, weights, path, files)
     except (ValueError, KeyError, TypeError) as error:
         raise ShipwayError(f"{manifest} is damaged: compile the model again") from error
 
 
 def compile_model(
-    model: Path,
+    model: str | Path,
     info: RouteInfo,
     dtype: str,
     weights: str,
@@ -99,7 +102,7 @@ def compile_model(
     """Writes the compiled model into the new directory ``out``; nothing is left there when it fails.
 
     Args:
-        model: A checkpoint.
+        model: Path of a checkpoint, or a name.
         info: A route that ships its artefact.
         dtype: Activations and KV cache.
         weights: Storage format of the matrices.
@@ -113,22 +116,25 @@ def compile_model(
     """
     if not info.ships:
         raise CannotRunError(f"{info.name} has nothing to compile ahead of time")
-    out = out.absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ShipwayError(f"{out} is in the way: name a directory that does not exist yet")
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
+        out = out.absolute()
+        if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
+            raise ShipwayError(f"{out} is in the way: name a directory that does not exist yet")
+        partial = out.with_name(f".{out.name}.{os.getpid()}")
         partial.mkdir(parents=True)
+    except (OSError, ValueError) as error:  # a ValueError where there is no name, as of /
+        raise ShipwayError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
+    try:
         progress(f"{weights} weights")
-        write_directory(open_checkpoint(model), partial, weights)
+        write_directory(open_checkpoint(resolve(model)), partial, weights)
         files = hashes(partial)
         progress(f"{info.name} {dtype}: compiling")
         with Worker(info, threads) as worker:
             prepared = worker.prepare(RunSpec(str(partial), dtype, weights, threads=threads, max_context=16))
         assert prepared.artefact_path is not None
         ship(Path(prepared.artefact_path), info.name, partial / _ARTEFACT)
-        manifest = {"version": _VERSION, "route": info.name, "dtype": dtype, "weights": weights, "files": files}
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        made = {"model": Path(model).name, "route": info.name, "dtype": dtype, "weights": weights, "files": files}
+        (partial / _MANIFEST).write_text(json.dumps({"version": _VERSION} | made, indent=1))
         if out.exists():
             out.rmdir()
         partial.rename(out)

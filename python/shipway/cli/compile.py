@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from shipway.cli.options import Json, Model, Threads, Weights
 from shipway.cli.progress import progress
 from shipway.errors import CannotRunError
 from shipway.measure.result import SCHEMA_VERSION, write_json
-from shipway.model.resolve import DEFAULT_MODEL, resolve
+from shipway.model.resolve import DEFAULT_MODEL
 from shipway.routes.catalogue import ROUTES
 
 
@@ -32,16 +33,16 @@ def compile(
     if not info.ships:
         ships = [name for name, known in ROUTES.items() if known.ships]
         raise CannotRunError(f"{route} has nothing to compile ahead of time: pass --route {' or '.join(ships)}")
-    weights = weights or dtype
+    weights = dtype if weights is None else weights
     check_names(dtype, weights, "cpu")
     if (reason := info.why_not(dtype, weights, "cpu")) is not None:
         raise CannotRunError(f"{route} {reason}")
     with progress() as show:
-        prepared = compile_model(resolve(model), info, dtype, weights, check_threads(threads), out, show)
+        prepared = compile_model(model, info, dtype, weights, check_threads(threads), out, show)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     if json is not None:
         document = {"path": str(out), "route": route, "dtype": dtype, "weights": weights, "bytes": size}
         write_json(json, {"schema_version": SCHEMA_VERSION, "command": "compile", **document})
     how = f"compiled in {prepared.compile_s:.1f} s" if prepared.compile_cold else "compiled before"
     print(f"{out}: {route} {dtype}, {weights} weights, {size / (1 << 20):,.1f} MiB, {how}")
-    print(f'start it with: shipway generate --model {out} --prompt "..."')
+    print(f'start it with: shipway generate --model {shlex.quote(str(out))} --prompt "..."')

@@ -111,11 +111,15 @@ def generate(
     threads = check_threads(threads)
     check_sampling(max_new, greedy, temperature, top_k, top_p, seed, stop or [])
     content = check_text("the prompt", read_prompt(prompt, prompt_file))
-    if (compiled := read_compiled(resolve(model))) is not None:  # it brings its own; load refuses others by name
-        route, dtype, weights = route or compiled.route, dtype or compiled.dtype, weights or compiled.weights
-    route, dtype = route or "mojo-graph", dtype or "f32"
+    compiled = read_compiled(resolve(model))
+    if compiled is not None:  # it brings its own; load refuses others by name
+        route = compiled.route if route is None else route
+        dtype = compiled.dtype if dtype is None else dtype
+        weights = compiled.weights if weights is None else weights
+    route, dtype = "mojo-graph" if route is None else route, "f32" if dtype is None else dtype
+    weights = dtype if weights is None else weights
     names = list(ROUTES) if route == ALL else [find_route(route).name]
-    check_names(dtype, weights or dtype, device)
+    check_names(dtype, weights, device)
     options: dict[str, Any] = {
         "chat": chat,
         "max_new": max_new,
@@ -152,7 +156,8 @@ def generate(
             except ShipwayError as error:
                 if route != ALL or isinstance(error, CacheFullError):
                     raise
-                record["status"] = "not run" if isinstance(error, CannotRunError) else "failed"
+                absent = isinstance(error, CannotRunError) or (compiled is not None and name != compiled.route)
+                record["status"] = "not run" if absent else "failed"
                 record["reason"] = str(error)
                 running.pop(name, None)
                 print(f"{record['status']}: {error}")
@@ -182,7 +187,7 @@ def generate(
             "environment": describe_environment(threads),
             "model": model,
             "dtype": dtype,
-            "weights": weights or dtype,
+            "weights": weights,
             "prompt": content,
             "prompt_ids": tokens,
             "options": options,

@@ -59,11 +59,15 @@ def load_time(
 ) -> None:
     """Time shipway.load of a directory in fresh processes, import of the package included."""
     from shipway.api import check_threads
+    from shipway.compiled import read_compiled
     from shipway.model.checkpoint import open_checkpoint
     from shipway.model.resolve import resolve
 
+    if not limit >= 0:  # NaN as well
+        raise ShipwayError(f"--limit must be seconds >= 0, not {limit}")
     threads = check_threads(threads)
     path = resolve(directory)
+    compiled = read_compiled(path)
     open_checkpoint(path)  # what holds no model is refused before anything is started
     samples = []
     with progress() as show:
@@ -75,6 +79,7 @@ def load_time(
     held = load.median <= limit
     if json is not None:
         document = {"path": str(directory), "limit_s": limit, "held": held, "samples": samples}
+        document |= {"model": compiled.model if compiled else path.name, "dtype": compiled.dtype if compiled else "f32"}
         document |= {"environment": describe_environment(threads)}
         write_json(json, {"schema_version": SCHEMA_VERSION, "command": "load-time", **document})
     print(f"load         {load.median:.2f} s (limit {limit:g} s: {'held' if held else 'missed'})")

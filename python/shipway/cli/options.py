@@ -13,6 +13,8 @@ from shipway.measure.result import check_writable
 
 def _writable(path: Path | None) -> Path | None:
     if path is not None:
+        if str(path) == "-":
+            raise ShipwayError("--json takes a path, not -: /dev/stdout is standard output")
         check_writable(path)
     return path
 

@@ -88,7 +88,7 @@ class Settings:
         if not self.routes or not self.dtypes:
             raise ShipwayError("name at least one route and one dtype")
         for dtype in self.dtypes:
-            check_names(dtype, self.weights or dtype, self.device)
+            check_names(dtype, dtype if self.weights is None else self.weights, self.device)
 
 
 class Benchmark:
@@ -181,7 +181,7 @@ class Benchmark:
     def _add(self, name: str, dtype: str) -> None:
         settings, config = self._settings, self._checkpoint.config
         info = find_route(name)
-        weights = settings.weights or dtype
+        weights = dtype if settings.weights is None else settings.weights
         reason = info.why_not(dtype, weights, settings.device)
         new_tokens = settings.new_tokens
         entry: Entry = {

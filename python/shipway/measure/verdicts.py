@@ -63,8 +63,10 @@ def cached_reference_logits(checkpoint: Checkpoint, tokens: np.ndarray, warn: Ca
     if path.exists():
         with contextlib.suppress(OSError):  # a cache that cannot be written keeps its dates
             os.utime(path)
-        stored: np.ndarray = np.load(path, mmap_mode="r")
-        return stored
+        with contextlib.suppress(OSError, ValueError, EOFError):  # cut short since: it is made again
+            stored: np.ndarray = np.load(path, mmap_mode="r")
+            if stored.shape == (len(tokens), checkpoint.config.vocab_size):
+                return stored
     logits: np.ndarray = reference_model.reference_logits(checkpoint, tokens)
     partial = folder / f".{path.name}.{os.getpid()}"
     try:
