@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from numbers import Integral
 from pathlib import Path
@@ -303,13 +304,16 @@ def load(
         max_context=max_context,
         compiled=compiled.artefact if compiled else None,
     )
-    model = Model(checkpoint, info, spec)
-    try:
-        if compiled is not None:
-            compiled.check()  # after the route, which names a setting that was edited
-    except BaseException:
-        model.close()
-        raise
+    with ThreadPoolExecutor(1) as pool:
+        # The files are checked while the worker loads them: its own complaints, such as an edited setting, come first.
+        checked = None if compiled is None else pool.submit(compiled.check)
+        model = Model(checkpoint, info, spec)
+        try:
+            if checked is not None:
+                checked.result()
+        except BaseException:
+            model.close()
+            raise
     return model
 
 
