@@ -55,9 +55,12 @@ def build_graphs(module: Module) -> None:
     positions = TensorType(DType.int32, ["T"], _DEVICE)
     add("rotate", _rotate, f32("T", "heads", "D"), f32("positions", 2, "half"), positions)
     kept = f32("keys", "kv_heads", "D")
-    add("attention", _attention, f32("T", "kv_heads", "group", "D"), kept, kept, f32(), index)
+    at = TensorType(_INT, ["T"], _DEVICE)
+    add("seen", _seen, at, TensorType(_INT, ["keys"], _DEVICE), index)
+    seen = TensorType(DType.bool, ["T", "keys"], _DEVICE)
+    add("attention", _attention, f32("T", "kv_heads", "group", "D"), kept, kept, f32(), seen, at)
     add("greedy", _greedy, f32("R", "V"))
-    add("order", lambda x, vocab: ops.argsort(_allowed(x, vocab), ascending=False), f32("V"), index)
+    add("order", _order, f32("V"), index)
     uniform, ranks = f32("R"), TensorType(_INT, ["R", "V"], _DEVICE)
     add("sample", _sample, f32("R", "V"), ranks, uniform, f32(), index, f32(), index)
 
@@ -82,28 +85,35 @@ def _rotate(x: TensorValue, table: TensorValue, positions: TensorValue) -> Tenso
     return ops.concat([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
+def _seen(at: TensorValue, keys: TensorValue, window: TensorValue) -> TensorValue:
+    """Which ``keys [keys]`` the rows ``at [T]`` see, both int64 positions: ``[T, keys]``.
+
+    A graph of its own: fused into an operation of higher rank, MAX 26.7 computes element (0, 0) of the difference
+    everywhere.
+    """
+    distance = ops.unsqueeze(at, 1) - ops.unsqueeze(keys, 0)
+    return ops.logical_and(distance >= 0, distance < window)
+
+
 def _attention(
-    q: TensorValue, keys: TensorValue, values: TensorValue, scale: TensorValue, window: TensorValue
+    q: TensorValue, keys: TensorValue, values: TensorValue, scale: TensorValue, seen: TensorValue, at: TensorValue
 ) -> TensorValue:
-    """Causal attention of one sequence, aligned bottom-right; a row sees the last ``window`` keys up to its own.
+    """Attention of one sequence.
 
     Args:
         q: ``[T, kv_heads, group, D]``.
         keys: ``[keys, kv_heads, D]``, as ``values``.
         scale: Factor on the scores.
-        window: At least 1.
+        seen: Which keys each row sees, ``[T, keys]``.
+        at: int64 positions of the rows, ``[T]``, below 0 where a row sees no key.
     """
     new, kv_heads, group, size = q.shape
     total = keys.shape[0]
     q = ops.permute(q, [1, 2, 0, 3]).reshape([kv_heads, group * new, size]) * scale
     scores = (q @ ops.permute(keys, [1, 2, 0])).reshape([kv_heads, group, new, total])
-    count, end = (ops.shape_to_tensor([dim])[0] for dim in (new, total))
-    at = ops.range(end - count, end, 1, out_dim=new, dtype=_INT, device=_DEVICE)
-    distance = ops.unsqueeze(at, 1) - ops.range(0, end, 1, out_dim=total, dtype=_INT, device=_DEVICE)
-    seen = ops.logical_and(distance >= 0, distance < window)
     weights = ops.softmax(ops.where(seen, scores, _constant(float("-inf")))).reshape([kv_heads, group * new, total])
     out = (weights @ ops.permute(values, [1, 0, 2])).reshape([kv_heads, group, new, size])
-    # A row that sees no key, of which the softmax makes NaN, is 0.
+    # Of a row that sees no key the softmax makes NaN; it is 0.
     sees = (at >= 0).reshape([new, 1, 1, 1])
     return ops.where(sees, ops.permute(out, [2, 0, 1, 3]), _constant(0.0))
 
@@ -114,9 +124,22 @@ def _greedy(logits: TensorValue) -> TensorValue:
 
 
 def _allowed(logits: TensorValue, vocab: TensorValue) -> TensorValue:
-    """The logits ``[..., V]``, those from ``vocab`` on minus infinity."""
-    ids = _ids(logits)
-    return ops.where(ids < vocab, logits, _constant(float("-inf")))
+    """The logits ``[..., V]``, NaN and those from ``vocab`` on minus infinity."""
+    hidden = ops.logical_or(_ids(logits) >= vocab, ops.is_nan(logits))
+    return ops.where(hidden, _constant(float("-inf")), logits)
+
+
+def _order(logits: TensorValue, vocab: TensorValue) -> TensorValue:
+    """The ids of ``logits [V]`` by falling logit, ties by lower id: int64 ``[V]``."""
+    logits = _allowed(logits, vocab)
+    order = ops.argsort(logits, ascending=False)
+    # The sort is not stable: equal logits, now neighbours, are sorted once more by id.
+    scores, ids = ops.gather(logits, order, 0), _ids(logits)
+    zero = ops.constant(0, _INT, device=_DEVICE)
+    above = ops.gather(scores, ops.max(ids - 1, zero), 0)
+    distinct = ops.cumsum(ops.cast(above > scores, _INT))
+    width = ops.shape_to_tensor([logits.shape[0]])[0]
+    return ops.gather(order, ops.argsort(distinct * width + order), 0)
 
 
 def _ids(x: TensorValue) -> TensorValue:
@@ -146,7 +169,8 @@ def _sample(
     """
     rank = _ids(logits)
     scores = ops.gather_nd(_allowed(logits, vocab), ops.unsqueeze(order, 2), batch_dims=1)
-    weights = ops.exp((scores - scores[:, 0:1]) / temperature)
+    # The lowest finite number stands for a largest logit of minus infinity, from which nothing can be subtracted.
+    weights = ops.exp((scores - ops.max(scores[:, 0:1], _constant(-3e38))) / temperature)
     zero = _constant(0.0)
     weights = ops.where(rank < ops.min(ops.stack([top_k, vocab])), weights, zero)
     before = ops.cumsum(weights, -1, exclusive=True)
@@ -154,7 +178,7 @@ def _sample(
     mass = ops.cumsum(weights, -1)
     passed = ops.sum(ops.cast(mass <= ops.unsqueeze(uniform, 1) * mass[:, -1:], _INT), -1)
     kept = ops.sum(ops.cast(weights > 0, _INT), -1)
-    at = ops.where(passed < kept, passed, kept - 1)
+    at = ops.where(passed < kept, passed, ops.max(kept - 1, ops.constant(0, _INT, device=_DEVICE)))
     return ops.cast(ops.squeeze(ops.gather_nd(order, ops.unsqueeze(at, 2), batch_dims=1), 1), DType.int32)
 
 

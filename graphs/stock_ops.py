@@ -178,8 +178,9 @@ class _Ops:
                 out[begin:end] = 0
             elif begin < end:
                 keys, values = (self._wide(cache[b, layer, kind, hidden:total]) for kind in (0, 1))
-                numbers = (_number(scale), _index(window or total))
-                out[begin:end] = self._call("attention", wide[begin:end], keys, values, *numbers)
+                at, positions = torch.arange(first, total), torch.arange(hidden, total)
+                seen = self._call("seen", at, positions, _index(window or total))
+                out[begin:end] = self._call("attention", wide[begin:end], keys, values, _number(scale), seen, at)
         return self._act(out).view(q.shape)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
