@@ -81,7 +81,7 @@ class _Ops:
         return self._wide(self._call(f"gather_{self._dtype}", table, ids))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._act(self._norm(x, weight, eps))
+        return self._act(self._norm("rms_norm", x, weight, eps))
 
     def rope(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._act(self._rotate(self._wide(x), table, positions))
@@ -143,7 +143,7 @@ class _Ops:
             y = self.linear(x, w)
             y = y if bias is None else self._call("bias", y, bias)
             y = y.view(len(x), len(w) // head_dim, head_dim)
-            y = y if norm is None else self._norm(y, norm, eps)
+            y = y if norm is None else self._norm("qkv_rope_append", y, norm, eps)
             return self._act(self._rotate(y, table, positions) if turn else y)
 
         q, k = heads(wq, bias_q, norm_q, True), heads(wk, bias_k, norm_k, True)
@@ -183,10 +183,12 @@ class _Ops:
                 out[begin:end] = self._call("attention", wide[begin:end], keys, values, _number(scale), seen, at)
         return self._act(out).view(q.shape)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def _norm(self, op: str, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         name = f"rms_norm_{eps:g}"
         if name not in self._models:
-            raise ValueError(f"eps {eps:g} is none of {', '.join(f'{known:g}' for known in stock_graphs.EPSILONS)}")
+            raise ValueError(
+                f"{op}: eps {eps:g} is none of {', '.join(f'{known:g}' for known in stock_graphs.EPSILONS)}"
+            )
         return self._call(name, x.flatten(0, -2), weight).view(x.shape)
 
     def _rotate(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

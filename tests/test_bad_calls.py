@@ -404,6 +404,9 @@ NUMBER_FAULTS = (
 )
 
 
+# What a row refuses on top of the common check: stock MAX's RMSNorm takes epsilon as a constant of the graph.
+LIMITS = {"max": "eps .* is none of"}
+
 # Scores so far apart that float32 rounds them away are neither a bad call nor a test of a good one.
 LARGEST = {"scale": 1e3, "temperature": 1e30}
 
@@ -439,7 +442,8 @@ def settle(name: str, good: Arguments, at: int, fault: str, n: int) -> None:
     result: list[Any] = []
     refused = refusal(lambda: result.append(callable_of(name)(*given.values())))
     if refused:
-        assert refused == said or "contiguous" in refused
+        own = LIMITS.get(runner.implementation.name)
+        assert refused == said or "contiguous" in refused or (own and re.search(own, refused))
         assert refused.startswith(runner.op.name)
         assert cache is None or torch.equal(good["cache"], cache), "a refused call wrote to the cache"
         return
