@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -53,7 +54,7 @@ def fake_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (["linear", "--shape", "T"], ["T=1,K=576", "'T'"]),
         (["linear", "--shape", "T=x"], ["'T=x'"]),
         (["linear", "--shape", "K=0"], ["K goes from 1, not 0"]),
-        (["attention_decode", "--shape", "head_dim=1024"], ["head_dim goes from 16 to 128, not 1024"]),
+        (["attention_decode", "--shape", "head_dim=1024"], ["head_dim goes from 16 to", "not 1024"]),
         (["qkv_rope_append", "--shape", "rotary_quarters=5"], ["rotary_quarters goes from 1 to 4"]),
         (["linear", "--watch", "--time-edit"], ["exclude each other"]),
         (["linear", "--impl", "torch", "--time-edit"], ["put mojo among"]),
@@ -290,7 +291,8 @@ class Saves:
     def run(self) -> op_bench.OpResult:
         self.ran.append("run")
         if self.ran.count("run") == 3:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)  # never over: the signal unwinds it
         text = f"# {len(self.ran)}\n" * len(self.ran)
         threading.Timer(0.3, lambda: (self.folder / "linear.mojo").write_text(text)).start()
         return result_of()

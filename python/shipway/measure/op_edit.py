@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import shipway
 from shipway.errors import ShipwayError
 
 LIMIT_S = 60.0
 """Seconds from saving a kernel to its line that ``--time-edit`` allows."""
 
 _POLL_S = 0.2
-_PACKAGE = Path(shipway.__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 _KERNEL_OF = {"linear_residual": "linear", "lm_head": "linear", "mlp": "gate_up_silu"}
 """Ops whose kernel lies in another op's file."""
 
