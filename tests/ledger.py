@@ -31,6 +31,7 @@ FILES = (
     ("test_mojo.py", NUMERICS),
     ("test_bad_calls.py", NUMERICS),
     ("test_check_command.py", NUMERICS),
+    ("test_compiled_rows.py", NUMERICS),
     ("test_far_offsets.py", NUMERICS),
     ("test_mutants.py", NUMERICS),
     ("test_ops_*.py", NUMERICS),

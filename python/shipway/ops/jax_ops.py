@@ -31,6 +31,7 @@ _ACT = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 _FEW = {
     "T": (1, 129),
     "R": (1, 129),
+    "tokens": (129,),
     "N": (261, 1155),
     "K": (1155,),
     "V": (701,),
@@ -44,7 +45,7 @@ _FEW = {
 }
 """What sizes of this name are padded to. A larger one is compiled for as it comes, rows as in the route."""
 
-_ROWS = ("T", "R", "length")
+_ROWS = ("T", "R", "tokens", "length")
 _EXACT = {"rms_norm": ("K",)}  # a mean is over its own width
 _FILL = {"logits": math.nan}  # NaN is never chosen
 _RESULT = {
@@ -177,7 +178,7 @@ class _QkvRopeAppend:
         positions = torch.from_numpy(positions_of(offsets.numpy(), start.numpy()))
         slots = torch.repeat_interleave(torch.arange(len(start)), offsets.diff())
         size = partial(_size, few=self._few)
-        rows, width = size("T", tokens), size("K", x.shape[1])
+        rows, width = size("tokens", tokens), size("K", x.shape[1])
         columns = {"q": size("q_heads", len(wq) // head_dim), "kv": size("kv_heads", kv_heads)}
         columns = {name: heads * head_dim for name, heads in columns.items()}
         by_column = (columns["q"], columns["kv"], columns["kv"])

@@ -4,7 +4,8 @@ All sizes but head_dim are symbolic: one library per dtype serves the ops withou
 head_dim the others. As in the ``tvm-dlight`` route, whose parts these are, products of one row have functions of their
 own, because their schedule wants to know sizes: there are some for the sizes below. Tensors are shared through DLPack,
 the KV cache is written in place; what is not contiguous, or does not start on a cache line, is copied first (and such a
-KV cache back). Attention runs sequence by sequence, on the valid part of the cache.
+KV cache back). Attention runs sequence by sequence, on the valid part of the cache. ``greedy``, a sum of no kind the
+rules know, stays as TVM makes it.
 """
 
 from __future__ import annotations
