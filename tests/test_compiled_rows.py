@@ -1,4 +1,4 @@
-"""What the properties do not show of the rows ``jax`` and ``tvm``: which code a call takes, bound calls, compilations."""
+"""What properties do not show of the rows ``jax`` and ``tvm``: which code a call takes, bound calls, compilations."""
 
 from __future__ import annotations
 
