@@ -65,7 +65,9 @@ def build_stock_decoder(config: ModelConfig, dtype: str, device: DeviceRef) -> G
         angles = table[(slice(start, end), new), :]
         queries = ops.range(start, end, 1, out_dim=new, dtype=DType.int64, device=device)
         keys = ops.concat([past, queries])
-        distance = ops.unsqueeze(queries, 1) - ops.unsqueeze(keys, 0)  # [S, P + S]
+        # Fused into an operation of higher rank, as where a single layer uses a mask, MAX 26.7 takes element (0, 0) of
+        # this difference for all. A tile is not fused.
+        distance = ops.tile(ops.unsqueeze(queries, 1) - ops.unsqueeze(keys, 0), [1, 1])  # [S, P + S]
         masks = {window: _mask(distance, window) for window in config.windows}
 
         x = ops.cast(ops.gather(weight("model.embed_tokens.weight"), tokens.reshape([batch * new]), 0), _F32)

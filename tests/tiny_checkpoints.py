@@ -49,6 +49,7 @@ SPECS: dict[str, dict[str, Any]] = {
     | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, "num_attention_heads": 8},
     "llama-yarn": _LLAMA
     | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, "head_dim": 32},
+    "llama-one-layer": _LLAMA | {"num_hidden_layers": 1},
     "mistral": _LLAMA | {"model_type": "mistral", "hidden_size": 48, "head_dim": 20, "sliding_window": 8},
     "qwen2": _LLAMA
     | {
