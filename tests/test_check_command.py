@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 from command_line import Run
 from shipway.measure.checks import lines_exit_code, mutants_exit_code
 from shipway.numerics.campaign import Failure, Line, Plan
-from shipway.numerics.isolated import run_lines
+from shipway.numerics.isolated import POISON, run_lines
 from shipway.report.checks import print_lines, print_mutants
 
 PASSED = Line("linear", "torch", "f32", "PASS", False, "handled", 40, 0, 1.5, 1e-14)
@@ -93,6 +96,15 @@ def test_a_process_that_dies_is_one_failed_line_and_the_rest_runs() -> None:
     assert (first.verdict, third.verdict) == ("PASS", "PASS")
     assert second.verdict == "FAIL"
     assert "SIGKILL" in second.failures[0].reason
+
+
+def test_memory_of_a_campaign_is_full_of_large_numbers() -> None:
+    code = "import torch; print(float(torch.empty(1000).min()), float(torch.empty(1000, dtype=torch.bfloat16).min()))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **POISON}, capture_output=True, text=True, check=True
+    )
+    assert all(float(value) > 1e38 for value in ran.stdout.split())
+    assert not POISON.keys() & os.environ.keys()
 
 
 def test_a_failure_prints_the_command_that_runs_it_again() -> None:

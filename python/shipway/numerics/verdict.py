@@ -19,7 +19,8 @@ outputs: the cosine is an average weighted by the squared outputs; where fewer t
 number is ``(sum y^2)^2 / sum y^4``) it measures the luck of single roundings and cancellations, so there rule 2 also
 passes within the a-priori bound everywhere, or at 4 times the base's cosine difference (twice its error).
 
-Outputs are poisoned with NaN before a run, so rule 3 also finds elements that were never written.
+An element that was never written fails rule 1: where ops run (``shipway.numerics.isolated``), fresh memory is full of
+large numbers, or of zeros where it comes from MAX.
 """
 
 from __future__ import annotations
