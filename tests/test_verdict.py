@@ -105,6 +105,14 @@ def test_few_outputs_are_judged_by_the_bound_not_by_their_cancellation() -> None
     assert not judge(out, ref, None, "f32", magnitude=np.array([0.1]), reduction=1000).ok
 
 
+def test_few_outputs_may_be_four_roundings_away_beside_a_lucky_base() -> None:
+    ref, u = np.array([1.5e-3]), BF16.unit_roundoff
+    lucky = ref * (1 + 1.9 * u)
+    assert judge(lucky, ref, ref, "bf16").ok
+    assert not judge(np.full(64, 1.0) * (1 + 1.9 * u), np.full(64, 1.0), np.full(64, 1.0), "bf16").ok
+    assert not judge(ref * (1 + 4.1 * u), ref, ref * (1 + 2 * u), "bf16", magnitude=1e-9).ok
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_where_the_reference_is_finite_fails(bad: float) -> None:
     ref = sample()

@@ -21,7 +21,12 @@ def check(
     op: Annotated[str, typer.Option(help="Ops, separated by commas; * and ? match; all if not given.")] = "*",
     impl: Annotated[str, typer.Option(help="Implementations, likewise.")] = "*",
     dtype: Annotated[str, typer.Option(help="Dtypes, likewise.")] = "*",
-    examples: Annotated[int, typer.Option(help="Drawn cases per line, shared out among the properties.")] = 200,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            help="Drawn cases per line, shared out among its properties, 200; with --mutants per property, 12."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     case: Annotated[str | None, typer.Option(help="Run only this case, as a failure printed it.")] = None,
     mutants: Annotated[
@@ -38,6 +43,8 @@ def check(
     from shipway.ops.catalogue import OPS
     from shipway.report.checks import print_lines, print_mutants
 
+    if examples is None:
+        examples = 12 if mutants else 200
     if examples < 1 or seed < 0:
         raise ShipwayError(f"--examples must be from 1 and --seed from 0, not {examples} and {seed}")
     ops = _matching(op, list(OPS), "--op")
