@@ -64,12 +64,14 @@ def test_one_case_runs_alone(run: Run, tmp_path: Path) -> None:
         (["--op", "lineer"], "--op lineer is none of embedding, rms_norm"),
         (["--impl", "cuda"], "--impl cuda is none of torch"),
         (["--dtype", "f64"], "--dtype f64 is none of f32"),
-        (["--examples", "0"], "--examples must be from 1"),
+        (["--examples", "0"], "--examples must be from 1, not 0"),
         (["--case", "T=1 N=1 K=1"], "--case needs --op"),
         (["--op", "linear", "--case", "T=1 N=1"], "--case of linear takes T, N, K, not T, N"),
         (["--op", "linear", "--case", "T=1 N=1 K=999999"], "K=999999 is not in 1..1100"),
-        (["--op", "linear", "--case", "T=1 N=1 K=x"], "--case: "),
-        (["--op", "linear", "--case", "T=1 N=1 K=1 layout=diagonal"], "layouts contiguous"),
+        (["--op", "linear", "--case", "T=1 N=1 K=x"], "--case: 'K=x': 'x' is not a number"),
+        (["--op", "linear", "--case", "T=1 N=1 K=1 T=2"], "--case: T is given twice"),
+        (["--op", "linear", "--case", "T=1,N=1,K=1,scale=nan"], "a finite number above 0"),
+        (["--op", "linear", "--case", "T=1 N=1 K=1 layout=diagonal"], "layout=diagonal is none of contiguous"),
         (["--mutants", "--impl", "mojo"], "--mutants takes --op"),
     ],
 )
@@ -96,6 +98,7 @@ def test_a_process_that_dies_is_one_failed_line_and_the_rest_runs() -> None:
     assert (first.verdict, third.verdict) == ("PASS", "PASS")
     assert second.verdict == "FAIL"
     assert "SIGKILL" in second.failures[0].reason
+    assert second.failures[0].property
 
 
 def test_memory_of_a_campaign_is_full_of_large_numbers() -> None:

@@ -207,6 +207,7 @@ def test_case_line_round_trips() -> None:
     case = Case({"T": 3, "K": 576}, 7, 1e-4, "spike", "transposed")
     assert str(case) == "T=3 K=576 seed=7 scale=0.0001 distribution=spike layout=transposed"
     assert Case.parse(str(case)) == case
+    assert Case.parse("T=3,K=576 seed=7") == Case({"T": 3, "K": 576}, 7)
     with pytest.raises(ValueError, match="name=value"):
         Case.parse("T=3 oops")
 

@@ -75,7 +75,7 @@ LINEAR = OPS["linear"]
 SMALL = Case({"T": 2, "N": 3, "K": 4})
 
 
-def refuse(*_: Any) -> None:
+def refuse(*_: Any) -> Any:
     raise RuntimeError("no such kernel")
 
 
@@ -87,13 +87,27 @@ def test_an_exception_is_a_failure_with_its_case() -> None:
     assert {failure.case for failure in line.failures} == {str(SMALL)}
 
 
+def test_a_row_that_cannot_be_made_is_one_failure_without_a_case() -> None:
+    row = replace(LINEAR.implementations["torch"], make=refuse)
+    (failure,) = run_line(LINEAR, row, "f32", Plan(examples=8)).failures
+    assert (failure.property, failure.case, failure.reason) == ("compilation", "", "RuntimeError: no such kernel")
+
+
+def test_the_figures_of_a_failed_line_are_those_of_its_failure() -> None:
+    def off(dtype: str, head_dim: int) -> Any:
+        return lambda x, w: (x.float() @ w.float().T) * 1.01
+
+    line = run_line(LINEAR, replace(LINEAR.implementations["torch"], make=off), "f32", Plan(examples=8))
+    assert line.verdict == "FAIL"
+    assert line.max_ulps > 1e4
+    assert line.cosine_diff > 1e-5
+
+
 def test_a_failure_is_shrunk_to_its_smallest_case() -> None:
     seen = Property("small", lambda run, case: "too many rows" if case.dims["T"] > 6 else "")
     failure, ran = run_property(OpRunner(LINEAR, LINEAR.implementations["torch"], "f32"), seen, Plan(), 100)
     assert failure is not None
-    smallest = Case.parse(failure.case)
-    assert smallest == Case({"T": 7, "N": smallest.dims["N"], "K": smallest.dims["K"]})
-    assert max(smallest.dims["N"], smallest.dims["K"]) <= 2
+    assert Case.parse(failure.case) == Case({"T": 7, "N": 1, "K": 1})
     assert len(ran) > 7
 
 

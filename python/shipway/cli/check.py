@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +25,8 @@ def check(
     examples: Annotated[
         int | None,
         typer.Option(
-            help="Drawn cases per line, shared out among its properties, 200; with --mutants per property, 12."
+            help="Drawn cases per line, shared out among its properties, each at least 5, beside the pinned ones: 200; "
+            "with --mutants per property: 12."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
@@ -45,8 +47,9 @@ def check(
 
     if examples is None:
         examples = 12 if mutants else 200
-    if examples < 1 or seed < 0:
-        raise ShipwayError(f"--examples must be from 1 and --seed from 0, not {examples} and {seed}")
+    for option, number, least in (("--examples", examples, 1), ("--seed", seed, 0)):
+        if number < least:
+            raise ShipwayError(f"{option} must be from {least}, not {number}")
     ops = _matching(op, list(OPS), "--op")
     if mutants:
         if impl != "*" or dtype != "*" or case is not None:
@@ -110,6 +113,9 @@ def _parsed(line: str, ops: list[str]) -> Case:
     for name, value in case.dims.items():
         if not dims[name].low <= value <= dims[name].high:
             raise ShipwayError(f"--case: {name}={value} is not in {dims[name].low}..{dims[name].high}")
-    if case.distribution not in FILLS or case.layout not in LAYOUTS or case.seed < 0:
-        raise ShipwayError(f"--case: distributions are {', '.join(FILLS)}, layouts {', '.join(LAYOUTS)}, seeds from 0")
+    for word, given, known in (("distribution", case.distribution, FILLS), ("layout", case.layout, LAYOUTS)):
+        if given not in known:
+            raise ShipwayError(f"--case: {word}={given} is none of {', '.join(known)}")
+    if case.seed < 0 or not (math.isfinite(case.scale) and case.scale > 0):
+        raise ShipwayError(f"--case: seed={case.seed} must be from 0 and scale={case.scale:g} a finite number above 0")
     return case

@@ -61,15 +61,20 @@ def op(
     raise typer.Exit(_exit_code(settings, result))
 
 
+_LARGEST_DIM = 1 << 20
+
+
 def _dims(text: str) -> dict[str, int]:
     """Reads ``"T=1,N=576"``."""
     dims = {}
     for part in comma_list(text):
         dim, _, value = part.partition("=")
         try:
-            dims[dim.strip()] = int(value)
+            dims[dim.strip()] = size = int(value)
         except ValueError:
             raise ShipwayError(f"--shape takes dims such as T=1,K=576, not {part!r}") from None
+        if not 0 <= size <= _LARGEST_DIM:
+            raise ShipwayError(f"--shape: {part} is not in 0..{_LARGEST_DIM}")
     return dims
 
 

@@ -356,6 +356,9 @@ class OpBench:
             samples = self._probe.call("measure", seconds=_PROBE_S)
             self._probe.pause()
         except ShipwayError as error:
+            if self._probe is not None:
+                self._probe.close()
+                self._probe = None
             if (line := f"no % of limit: {error}") not in result["warnings"]:
                 result["warnings"].append(line)
             return []

@@ -55,8 +55,8 @@ class Line:
         strided: What the row does with non-contiguous arguments.
         examples: Cases run.
         shapes: Different static shapes among them: each may have cost a compilation. 0 where nothing is compiled.
-        max_ulps: Largest error of any output in ulps of its dtype.
-        cosine_diff: Largest cosine difference.
+        max_ulps: Largest error of any output in ulps of its dtype, failures included, declared ones not.
+        cosine_diff: Largest cosine difference, likewise.
         failures: Properties that did not hold.
         known: Declared failures that were seen to fail.
         reason: Why it was not run, and what would make it run.
@@ -115,8 +115,8 @@ def chosen(ops: list[str], implementations: list[str], dtypes: list[str]) -> Ite
             yield from ((op, row, dtype) for dtype in row.dtypes if not dtypes or dtype in dtypes)
 
 
-def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Callable[[str], None] = lambda _: None) -> Line:
-    """Runs every property of one line; ``on`` is told the property that starts."""
+def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Watch = lambda _: None) -> Line:
+    """Runs every property of one line."""
     line = Line(op.name, row.name, dtype, "PASS", row.bitwise, row.strided)
     if reason := missing(row):
         return replace(line, verdict="not run", reason=reason)
@@ -128,17 +128,17 @@ def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Callable[[
     shapes: set[tuple[int, ...]] = set()
     examples = 0
     for prop in todo:
-        on(prop.name)
         declared = declared_failure(row, prop, dtype)
         if declared is not None and plan.case is None:
-            found, ran = run_property(runner, prop, replace(plan, case=declared.case), 1)
+            only = replace(plan, case=declared.case)
+            found, ran = run_property(OpRunner(op, row, dtype), prop, only, 1, on=on)
             if found is None:
                 stale = f"declared KNOWN ({declared.reason}) but it passes: take it off the list"
                 failures.append(Failure(prop.name, str(declared.case), stale))
             else:
                 known.append(replace(found, reason=f"{declared.reason}: {found.reason}"))
         else:
-            found, ran = run_property(runner, prop, plan, share)
+            found, ran = run_property(runner, prop, plan, share, on=on)
             if found is not None:
                 failures.append(found)
         examples += len(ran)
@@ -173,10 +173,14 @@ def static_shape(op: Op, case: Case) -> tuple[int, ...]:
     return tuple(case.dims[name] for name, dim in op.dims.items() if dim.static)
 
 
+Watch = Callable[[tuple[str, str]], None]
+"""Is told the property and the case that are about to run."""
+
+
 def run_property(
-    runner: OpRunner, prop: Property, plan: Plan, examples: int, shrink: bool = True
+    runner: OpRunner, prop: Property, plan: Plan, examples: int, shrink: bool = True, on: Watch = lambda _: None
 ) -> tuple[Failure | None, list[Case]]:
-    """Runs one property on its pinned and on ``examples`` drawn cases, or on the plan's only case.
+    """Runs one property on ``examples`` drawn and on its pinned cases, or on the plan's only case.
 
     Returns:
         The smallest failure, or without ``shrink`` the first, if any, and the cases that ran.
@@ -186,31 +190,36 @@ def run_property(
 
     def check(case: Case) -> None:
         ran.append(case)
+        on((prop.name, str(case)))
         try:
             reason = prop.check(runner, case)
         except Exception as error:
-            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            reason = _one_line(error)
         if reason:
             broken.append(Failure(prop.name, str(case), reason))
             raise _Broken
 
     try:  # before anything is drawn: hypothesis would compile broken sources again for each smaller case
         runner.implementation.make(runner.dtype, (plan.head_dims or (64,))[0])
-    except ShipwayError as error:
-        return Failure(prop.name, "", str(error)), ran
+    except Exception as error:
+        return Failure("compilation", "", str(error) if isinstance(error, ShipwayError) else _one_line(error)), ran
     head_dims = plan.head_dims if runner.implementation.compiled else ()
     pinned = [case for case in prop.examples if not head_dims or case.dims.get("head_dim", head_dims[0]) in head_dims]
     try:
-        for case in pinned if plan.case is None else [plan.case]:
-            check(case)
-        if plan.case is None and not prop.pinned:
+        if plan.case is None and not prop.pinned:  # before the pinned ones, which cannot be made smaller
             drawn = cases(runner.op, {"head_dim": head_dims} if head_dims else {}, laid_out=prop is STRIDED)
             seed(plan.seed)(_configured(examples, shrink)(given(drawn)(check)))()
+        for case in pinned if plan.case is None else [plan.case]:
+            check(case)
     except Exception:
         if not broken:
             raise
         return broken[-1], ran
     return None, ran
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _configured(examples: int, shrink: bool) -> Callable[[Any], Any]:

@@ -24,7 +24,7 @@ class OpRunner(Runner):
         wrap: Replaces the implementation's callable by ``wrap(callable)``, to plant a defect.
 
     Attributes:
-        max_ulps: Largest error of all outputs judged so far that passed, in ulps.
+        max_ulps: Largest error of all outputs judged so far, in ulps.
         cosine_diff: Their largest cosine difference.
     """
 
@@ -93,9 +93,8 @@ class OpRunner(Runner):
                     )
                 )
         worst = min(verdicts, key=lambda verdict: (verdict.ok, -verdict.max_ulps))
-        if worst.ok:
-            self.max_ulps = max(self.max_ulps, worst.max_ulps)
-            self.cosine_diff = max(self.cosine_diff, *(verdict.cosine_diff for verdict in verdicts))
+        self.max_ulps = max(self.max_ulps, *(verdict.max_ulps for verdict in verdicts))
+        self.cosine_diff = max(self.cosine_diff, *(verdict.cosine_diff for verdict in verdicts))
         return worst
 
     def judge(self, inputs: Inputs, outputs: Outputs) -> str:

@@ -42,10 +42,11 @@ def _child(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> Ite
     with _environment(POISON):  # read by the C library as the child starts
         child.start()
     there.close()
-    doing = ""
+    doing = ("compilation", "")
     try:
         for op, implementation, dtype in todo:
             show(f"{op}, {implementation}, {dtype}")
+            doing = ("compilation", "")
             while True:
                 try:
                     message: Any = here.recv()
@@ -77,7 +78,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _serve(pipe: Connection, todo: Sequence[Task], plan: Plan) -> None:
-    """The child: sends the name of each property as it starts, then the line."""
+    """The child: sends each property and case as they start, then the line."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
@@ -87,8 +88,8 @@ def _serve(pipe: Connection, todo: Sequence[Task], plan: Plan) -> None:
         pipe.send(run_line(OPS[op], OPS[op].implementations[implementation], dtype, plan, pipe.send))
 
 
-def _dead(op: str, implementation: str, dtype: str, doing: str, code: int) -> Line:
+def _dead(op: str, implementation: str, dtype: str, doing: tuple[str, str], code: int) -> Line:
     row = OPS[op].implementations[implementation]
     how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    failure = Failure(doing, "", f"the process {how} in this property")
+    failure = Failure(*doing, f"the process {how}")
     return Line(op, implementation, dtype, "FAIL", row.bitwise, row.strided, failures=(failure,))

@@ -34,4 +34,5 @@ def _dim(dim: Dim, static: tuple[int, ...] | None) -> st.SearchStrategy[int]:
     if dim.static:
         return st.sampled_from(static or dim.special)
     anything = st.integers(dim.low, dim.high)
-    return st.one_of(st.sampled_from(dim.special), anything) if dim.special else anything
+    # Shrinking goes to the first: to the low end, not to the first special value.
+    return st.one_of(anything, st.sampled_from(dim.special)) if dim.special else anything

@@ -65,22 +65,25 @@ class Case:
             ValueError: A word is not ``name=value``, or a value is not a number where one is needed.
         """
         dims: dict[str, int] = {}
-        case = cls(dims)
-        for word in line.split():
+        other: dict[str, Any] = {}
+        for word in line.replace(",", " ").split():
             name, equals, value = word.partition("=")
             if not equals:
-                raise ValueError(f"case word {word!r} is not name=value")
-            if name == "distribution":
-                case = replace(case, distribution=value)
-            elif name == "layout":
-                case = replace(case, layout=value)
-            elif name == "scale":
-                case = replace(case, scale=float(value))
-            elif name == "seed":
-                case = replace(case, seed=int(value))
-            else:
-                dims[name] = int(value)
-        return case
+                raise ValueError(f"{word!r} is not name=value")
+            if name in dims or name in other:
+                raise ValueError(f"{name} is given twice")
+            try:
+                if name in ("distribution", "layout"):
+                    other[name] = value
+                elif name == "scale":
+                    other[name] = float(value)
+                elif name == "seed":
+                    other[name] = int(value)
+                else:
+                    dims[name] = int(value)
+            except ValueError:
+                raise ValueError(f"{word!r}: {value!r} is not a number") from None
+        return cls(dims, **other)
 
     def with_dims(self, **changed: int) -> Case:
         """The same case with some dims changed."""
