@@ -1,5 +1,5 @@
 """Ops `attention` and `attention_paged`, one body for both cache layouts."""
-from max.algorithm import sync_parallelize
+from std.utils.numerics import FlushDenormals
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
@@ -9,7 +9,7 @@ from extensibility.managed_tensor_slice import (
 from kernels.attention import AttentionTiles, attention_share, combine_share
 from kernels.kv_cache import CacheShape, KVCache
 from kernels.register.kv_cache import check_sequences, contiguous, paged
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 
 def attention_tiles[
@@ -120,11 +120,9 @@ def attention[
             out, pp, qp, cache, at, Int(layer), scale, tiles, worker, workers
         )
 
-    if workers == 1:
-        share(0)
-    else:
-        sync_parallelize(share, workers)
-    combine_share[D](out, pp, tiles, 0, 1)
+    fork(share, workers)
+    with FlushDenormals():
+        combine_share[D](out, pp, tiles, 0, 1)
 
 
 @extensibility.register("attention")

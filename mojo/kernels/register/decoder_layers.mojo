@@ -2,7 +2,6 @@
 layouts: the phases of several layers by one team of workers.
 """
 from std.sys import size_of
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, InputVariadicTensors, OutputTensor
@@ -21,7 +20,7 @@ from kernels.register.linear import check_linear
 from kernels.register.qkv_rope_append import qkv_tiles
 from kernels.rms_norm import rms_norm_share
 from kernels.team import Team
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 comptime MATRICES = 7
 """Matrices of a layer: wq, wk, wv, wo, gate, up, down."""
@@ -276,10 +275,7 @@ def decoder_layers[
                 members,
             )
 
-    if workers == 1:
-        share(0)
-    else:
-        sync_parallelize(share, workers)
+    fork(share, workers)
 
 
 @extensibility.register("decoder_layers")

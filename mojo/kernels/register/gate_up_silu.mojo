@@ -1,13 +1,12 @@
 """Op `gate_up_silu`."""
 from std.sys import size_of
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.gate_up_silu import gate_up_silu_share
 from kernels.linear import LinearTiles
 from kernels.register.linear import check_linear
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 
 @extensibility.register("gate_up_silu")
@@ -50,7 +49,4 @@ struct GateUpSilu:
         def share(worker: Int) {imm}:
             gate_up_silu_share(out, xp, gp, upp, tiles, worker, workers)
 
-        if workers == 1:
-            share(0)
-        else:
-            sync_parallelize(share, workers)
+        fork(share, workers)

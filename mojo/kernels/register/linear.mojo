@@ -1,12 +1,11 @@
 """Ops `linear` and `linear_residual`."""
 from std.sys import size_of
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
 from kernels.linear import LinearTiles, linear_share
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 
 def check_linear(
@@ -69,10 +68,7 @@ struct Linear:
                 out, xp, wp, out, Pointer(to=unused), tiles, worker, workers
             )
 
-        if workers == 1:
-            share(0)
-        else:
-            sync_parallelize(share, workers)
+        fork(share, workers)
 
 
 @extensibility.register("linear_residual")
@@ -114,7 +110,4 @@ struct LinearResidual:
                 out, xp, wp, added, Pointer(to=unused), tiles, worker, workers
             )
 
-        if workers == 1:
-            share(0)
-        else:
-            sync_parallelize(share, workers)
+        fork(share, workers)

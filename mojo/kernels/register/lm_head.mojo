@@ -1,13 +1,12 @@
 """Op `lm_head`."""
 from std.sys import size_of
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
 from kernels.linear import LinearTiles, linear_share
 from kernels.register.linear import check_linear
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 
 @extensibility.register("lm_head")
@@ -57,7 +56,4 @@ struct LMHead:
                 out, xp, wp, out, rp, tiles, worker, workers
             )
 
-        if workers == 1:
-            share(0)
-        else:
-            sync_parallelize(share, workers)
+        fork(share, workers)

@@ -1,6 +1,5 @@
 """Ops `qkv_rope_append` and `qkv_rope_append_paged`, one body for both cache
 layouts."""
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
@@ -11,7 +10,7 @@ from kernels.dot_tile import F32
 from kernels.kv_cache import CacheShape, KVCache
 from kernels.qkv_rope_append import QKVTiles, qkv_rope_append_share
 from kernels.register.kv_cache import check_sequences, contiguous, paged
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 
 def qkv_tiles[
@@ -184,10 +183,7 @@ def qkv_rope_append[
             workers,
         )
 
-    if workers == 1:
-        share(0)
-    else:
-        sync_parallelize(share, workers)
+    fork(share, workers)
 
 
 @extensibility.register("qkv_rope_append")

@@ -1,11 +1,10 @@
 """Op `rms_norm`."""
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
 from kernels.rms_norm import rms_norm_share
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 
 @extensibility.register("rms_norm")
@@ -39,7 +38,4 @@ struct RMSNorm:
         def share(worker: Int) {imm}:
             rms_norm_share(out, xp, wp, rows, n, eps, worker, workers)
 
-        if workers == 1:
-            share(0)
-        else:
-            sync_parallelize(share, workers)
+        fork(share, workers)

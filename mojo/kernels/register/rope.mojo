@@ -1,11 +1,10 @@
 """Op `rope`."""
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
 from kernels.rope import rope_share
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 
 @extensibility.register("rope")
@@ -71,7 +70,4 @@ struct Rope:
                 workers,
             )
 
-        if workers == 1:
-            share(0)
-        else:
-            sync_parallelize(share, workers)
+        fork(share, workers)

@@ -1,11 +1,10 @@
 """Op `sample`."""
-from max.algorithm import sync_parallelize
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from kernels.dot_tile import F32
 from kernels.sample import sample_share
-from kernels.workers import worker_count
+from kernels.workers import fork, worker_count
 
 comptime WORK = 64
 """Multiply-adds that a logit's exponential and its passes cost."""
@@ -81,7 +80,4 @@ struct Sample:
                 workers,
             )
 
-        if workers == 1:
-            share(0)
-        else:
-            sync_parallelize(share, workers)
+        fork(share, workers)

@@ -22,6 +22,7 @@ DIMS = {
     "K": Dim(1, 1100, (2, 15, 16, 17, 31, 33, 63, 65, 576, 960, 1039, 1040)),
 }
 GEMV, GEMM = (Case({"T": rows, "N": 97, "K": 1040}) for rows in (1, 5))  # neither N nor K is a multiple of a tile
+FORKED = Case({"T": 65, "N": 97, "K": 1040})  # enough for several threads, one of its rows for one only
 TRAPS = (GEMV, GEMM, *(Case({"T": rows, "N": 65, "K": hidden}) for rows in (1, 9) for hidden in (576, 960)))
 FILLS = ("normal", "uniform", "constant", "spike", "zero_row", "alternating", "tiny")
 
@@ -102,6 +103,21 @@ def _largest(run: Runner, case: Case) -> str:
     return run.against(inputs, {"out": Output(expected, "exact")})
 
 
+def _subnormal_row_alone(run: Runner, case: Case) -> str:
+    # Whether subnormals count as zero must not depend on how many threads share the work.
+    if not run.bitwise:
+        return ""
+    inputs = run.inputs(case)
+    shape = inputs["x"].shape
+    inputs["x"] = run.round(np.random.default_rng(case.seed).standard_normal(shape) * 2.0**-125)
+    together = run(inputs)["out"]
+    for row in range(0, len(together), 16):
+        alone = {**inputs, "x": inputs["x"][row : row + 1]}
+        if reason := run.same(alone, {"out": together[row : row + 1]}):
+            return f"row {row} alone: {reason}"
+    return ""
+
+
 def _zero_product(run: Runner, case: Case) -> str:
     inputs = run.inputs(case)
     inputs["x"][:] = 0
@@ -126,6 +142,7 @@ LINEAR = Op(
         Property("identity_returns_x", _identity),
         Property("zero_padding_of_k_changes_nothing", _padded),
         Property("columns_alone", _columns_alone),
+        Property("subnormal_row_alone", _subnormal_row_alone, (FORKED,)),
         Property("largest_values_overflow_only_in_sum", _largest),
     ),
     implementations=rows(torch_row(_torch_linear), *compiled_rows("linear")),
