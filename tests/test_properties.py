@@ -6,13 +6,11 @@ every head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from shipway.numerics.campaign import FEWEST, Line, Plan, chosen, properties, run_line, run_property
 from shipway.numerics.check import OpRunner
@@ -31,13 +29,7 @@ LINES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """PyTorch's and MAX's pools both spin: on two cores they would stop each other for seconds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def holds(op: Op, row: Implementation, dtype: str, profile: str) -> Line:
@@ -62,7 +54,8 @@ def test_properties_hold(op: Op, row: Implementation, dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "row", "dtype"), LINES)
 def test_properties_hold_over_many_cases(op: Op, row: Implementation, dtype: str) -> None:
-    assert holds(op, row, dtype, "long").shapes <= MAX_STATIC_SHAPES
+    shapes = holds(op, row, dtype, "long").shapes
+    assert shapes <= MAX_STATIC_SHAPES or row.compilations is not None  # where one costs a fraction of a second
 
 
 def test_compiled_shapes_stay_few() -> None:

@@ -13,7 +13,7 @@ from shipway.errors import ShipwayError, this_python
 from shipway.numerics.check import OpRunner
 from shipway.numerics.strategies import cases
 from shipway.ops.catalogue import OPS
-from shipway.ops.op import Case, Implementation, KnownFailure, Op, Property
+from shipway.ops.op import PER_HEAD_DIM, Case, Implementation, Op, Property
 
 FEWEST = 5
 """Cases a property is given at least, however many share the examples of a line."""
@@ -54,7 +54,8 @@ class Line:
         bitwise: Whether rows and sequences are claimed independent, bit for bit, of those beside them.
         strided: What the row does with non-contiguous arguments.
         examples: Cases run.
-        shapes: Different static shapes among them: each may have cost a compilation. 0 where nothing is compiled.
+        shapes: Shapes compiled for in this line: counted where each size costs a compilation, else the different
+            static shapes among the cases, 1 where all sizes are symbolic; 0 where nothing is compiled.
         max_ulps: Largest error of any output in ulps of its dtype, failures included, declared ones not.
         cosine_diff: Largest cosine difference, likewise.
         failures: Properties that did not hold.
@@ -126,21 +127,12 @@ def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Watch = la
     failures: list[Failure] = []
     known: list[Failure] = []
     shapes: set[tuple[int, ...]] = set()
+    compiled_before = row.compilations() if row.compilations is not None else 0
     examples = 0
     for prop in todo:
-        declared = declared_failure(row, prop, dtype)
-        if declared is not None and plan.case is None:
-            only = replace(plan, case=declared.case)
-            found, ran = run_property(OpRunner(op, row, dtype), prop, only, 1, on=on)
-            if found is None:
-                stale = f"declared KNOWN ({declared.reason}) but it passes: take it off the list"
-                failures.append(Failure(prop.name, str(declared.case), stale))
-            else:
-                known.append(replace(found, reason=f"{declared.reason}: {found.reason}"))
-        else:
-            found, ran = run_property(runner, prop, plan, share, on=on)
-            if found is not None:
-                failures.append(found)
+        found, seen, ran = run_declared(runner, prop, plan, share, on)
+        failures += [] if found is None else [found]
+        known += [] if seen is None else [seen]
         examples += len(ran)
         shapes |= {static_shape(op, case) for case in ran}
         if failures and not failures[-1].case:
@@ -149,7 +141,7 @@ def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Watch = la
         line,
         verdict="FAIL" if failures else "KNOWN" if known else "PASS",
         examples=examples,
-        shapes=len(shapes) if row.compiled else 0,
+        shapes=_compiled_shapes(row, shapes, compiled_before),
         max_ulps=runner.max_ulps,
         cosine_diff=runner.cosine_diff,
         failures=tuple(failures),
@@ -163,9 +155,31 @@ def smallest(op: str) -> Case:
     return Case({**dims, **({"head_dim": 64} if "head_dim" in dims else {})})
 
 
-def declared_failure(row: Implementation, prop: Property, dtype: str) -> KnownFailure | None:
-    """The failure of ``prop`` that a row declares in this dtype."""
-    return next((k for k in row.known if k.property == prop.name and dtype in k.dtypes), None)
+def run_declared(
+    runner: OpRunner, prop: Property, plan: Plan, examples: int, on: Watch = lambda _: None
+) -> tuple[Failure | None, Failure | None, list[Case]]:
+    """Runs one property; one that the row declares to fail is run on the declared case alone, and must fail there.
+
+    Returns:
+        The failure that counts, if any; the declared one, if it was seen; the cases that ran.
+    """
+    row = runner.implementation
+    declared = next((k for k in row.known if k.property == prop.name and runner.dtype in k.dtypes), None)
+    if declared is None or plan.case is not None:
+        found, ran = run_property(runner, prop, plan, examples, on=on)
+        return found, None, ran
+    apart = OpRunner(runner.op, row, runner.dtype)  # its error is none of the line's
+    found, ran = run_property(apart, prop, replace(plan, case=declared.case), 1, on=on)
+    if found is not None:
+        return None, replace(found, reason=f"{declared.reason}: {found.reason}"), ran
+    stale = f"declared KNOWN ({declared.reason}) but it passes: take it off the list"
+    return Failure(prop.name, str(declared.case), stale), None, ran
+
+
+def _compiled_shapes(row: Implementation, static: set[tuple[int, ...]], before: int) -> int:
+    if row.compilations is not None:
+        return row.compilations() - before
+    return len(static) if row.compiled == PER_HEAD_DIM else int(bool(row.compiled))
 
 
 def static_shape(op: Op, case: Case) -> tuple[int, ...]:
@@ -200,10 +214,11 @@ def run_property(
             raise _Broken
 
     try:  # before anything is drawn: hypothesis would compile broken sources again for each smaller case
-        runner.implementation.make(runner.dtype, (plan.head_dims or (64,))[0])
+        some = (plan.head_dims or (64,))[0]
+        runner.implementation.make(runner.dtype, plan.case.dims.get("head_dim", some) if plan.case else some)
     except Exception as error:
         return Failure("compilation", "", str(error) if isinstance(error, ShipwayError) else _one_line(error)), ran
-    head_dims = plan.head_dims if runner.implementation.compiled else ()
+    head_dims = plan.head_dims if runner.implementation.compiled == PER_HEAD_DIM else ()
     pinned = [case for case in prop.examples if not head_dims or case.dims.get("head_dim", head_dims[0]) in head_dims]
     try:
         if plan.case is None and not prop.pinned:  # before the pinned ones, which cannot be made smaller

@@ -6,12 +6,13 @@ tensors. It is imported when a row first runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from shipway.ops.op import Implementation, KnownFailure
+from shipway.ops.op import ONCE, PER_HEAD_DIM, Implementation, KnownFailure
 
 
 def rows(*implementations: Implementation) -> Mapping[str, Implementation]:
@@ -73,7 +74,7 @@ def _mojo_row(op: str) -> Implementation:
         HALF if op == "rms_norm" else DTYPES,
         strided="refused",
         bitwise=True,
-        compiled=True,
+        compiled=PER_HEAD_DIM,
         requires=("max", "mojo"),
         install="max==26.7.0 mojo==1.2.0",
         alone=lambda dtype, head_dim: _loaded("shipway.graphs.single_op", dtype, head_dim, op)[op],
@@ -88,6 +89,7 @@ def _max_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
         DTYPES,
         strided="refused",
         bitwise=False,
+        compiled=ONCE,
         requires=("max",),
         install="max==26.7.0",
         known=known,
@@ -102,7 +104,8 @@ def _jax_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
         HALF if op == "rms_norm" else DTYPES,
         strided="copied",
         bitwise=False,
-        compiled=True,
+        compiled=PER_HEAD_DIM,
+        compilations=lambda: _compilations("shipway.ops.jax_ops"),
         requires=("jax",),
         install="jax==0.10.2 jaxlib==0.10.2",
         known=known,
@@ -118,11 +121,16 @@ def _tvm_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:
         DTYPES,
         strided="copied",
         bitwise=False,
-        compiled=True,
+        compiled=PER_HEAD_DIM,
         requires=("tvm",),
         install="apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1",
         known=known,
     )
+
+
+def _compilations(module: str) -> int:
+    """Compilations of a module's ops so far, none before it was imported."""
+    return int(sys.modules[module].compilations()) if module in sys.modules else 0
 
 
 @lru_cache

@@ -21,7 +21,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from shipway import jax_parts
-from shipway.ops.attention import visible
+from shipway.ops.attention_reference import visible
 from shipway.ops.data import sequences
 from shipway.ops.qkv_rope_append import positions_of
 from shipway.signature import SIGNATURES, Number
@@ -94,6 +94,11 @@ def load_ops(dtype: str, head_dim: int, only: str | None = None) -> dict[str, Ca
     }
     found |= {name: _Rows(name, function, few) for name, function in functions.items()}
     return found if only is None else {only: found[only]}
+
+
+def compilations() -> int:
+    """Returns how many functions XLA has compiled for these ops so far, one for each combination of sizes."""
+    return sum(function._cache_size() for function in _COMPILED)
 
 
 # Calls.
@@ -365,3 +370,19 @@ def _sample(
     at = jnp.sum(mass <= uniform[:, None] * mass[:, -1:], axis=-1)
     at = jnp.clip(at, 0, jnp.maximum(jnp.count_nonzero(weights, axis=-1) - 1, 0))
     return jnp.take_along_axis(order, at[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+_COMPILED: tuple[Any, ...] = (
+    _embedding,
+    _rms_norm,
+    _rope,
+    _qkv,
+    _attend,
+    _linear,
+    _linear_residual,
+    _gate_up_silu,
+    _mlp,
+    _lm_head,
+    _greedy,
+    _sample,
+)

@@ -178,6 +178,9 @@ class KnownFailure:
     dtypes: tuple[str, ...]
 
 
+ONCE, PER_HEAD_DIM = "once", "per head_dim"
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One row of an op's table.
@@ -189,7 +192,9 @@ class Implementation:
         dtypes: Dtypes it runs.
         strided: Non-contiguous arguments are ``"handled"``, ``"copied"`` or ``"refused"`` (``ValueError``).
         bitwise: Whether a row's result is claimed independent, bit for bit, of the rows and sequences beside it.
-        compiled: Whether static dims cost a compilation each.
+        compiled: ``""``: nothing is; :data:`ONCE`: all sizes are symbolic; :data:`PER_HEAD_DIM`: static dims cost a
+            compilation each.
+        compilations: Compilations of this process so far, where other sizes than the static ones cost some.
         requires: Importable modules it needs.
         install: What pip installs to get these modules.
         alone: As :attr:`make`, compiling this op only, where :attr:`make` would compile others beside it.
@@ -201,7 +206,8 @@ class Implementation:
     dtypes: tuple[str, ...]
     strided: str
     bitwise: bool
-    compiled: bool = False
+    compiled: str = ""
+    compilations: Callable[[], int] | None = None
     requires: tuple[str, ...] = ()
     install: str = ""
     alone: Callable[[str, int], Callable[..., Any]] | None = None
