@@ -105,3 +105,14 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
             monkeypatch.setitem(ROUTES, name, dataclasses.replace(fake_routes.info(name), name=name))
 
     return use
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """PyTorch's and MAX's pools both spin: on two cores they would stop each other for seconds."""
+    import torch  # seconds that most tests need not wait for
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

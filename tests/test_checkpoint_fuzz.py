@@ -6,7 +6,6 @@ Hypothesis mutates fields of the configuration and of the safetensors header, an
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -22,9 +21,8 @@ from shipway.errors import ShipwayError
 from shipway.model.checkpoint import open_checkpoint
 from shipway.model.rope import rope_table
 
-EXAMPLES = 5000 if os.environ.get("SHIPWAY_HYPOTHESIS") == "long" else 250
 fuzz = settings(
-    max_examples=EXAMPLES,
+    max_examples=250,
     deadline=None,
     derandomize=True,
     database=None,

@@ -13,7 +13,7 @@ from torch.nn import functional
 from shipway.numerics.check import OpRunner
 from shipway.numerics.dtypes import BF16
 from shipway.ops import data
-from shipway.ops.attention import attend, visible
+from shipway.ops.attention_reference import attend, visible
 from shipway.ops.catalogue import OPS
 from shipway.ops.gate_up_silu import silu
 from shipway.ops.greedy import reference as greedy_reference

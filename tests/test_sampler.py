@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shipway.errors import ShipwayError
+from shipway.ops.sample import accepted
 from shipway.sampler import Sampler, Sampling
 
 RNG = np.random.default_rng(7)
@@ -146,3 +147,16 @@ def test_what_is_no_whole_number_is_refused(name: str) -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     Sampling(np.float32(0.5), np.int64(3), np.float64(0.9), np.int32(1))  # type: ignore[arg-type]
+
+
+def test_every_draw_is_one_that_the_definition_accepts() -> None:
+    for seed in range(60):
+        logits = (RNG.standard_normal(90) * (1, 5)[seed % 2]).astype(np.float32)
+        options = {
+            "temperature": (0.3, 1.0, 1.7)[seed % 3],
+            "top_k": (0, 1, 7)[seed % 3],
+            "top_p": (1.0, 0.9, 0.5)[seed % 3],
+        }
+        sampler = Sampler(Sampling(seed=seed, **options), 80)
+        uniform = float(np.random.default_rng(seed).random())
+        assert accepted(logits, uniform, vocab=80, **options)[sampler.choose(logits)]

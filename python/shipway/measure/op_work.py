@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shipway.measure.limits import BYTES
-from shipway.ops.attention import visible
+from shipway.ops.attention_reference import visible
 from shipway.ops.data import sequences
 from shipway.ops.op import Inputs
 

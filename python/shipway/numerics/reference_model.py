@@ -9,7 +9,7 @@ import numpy as np
 
 from shipway.model.checkpoint import Checkpoint
 from shipway.model.rope import rope_table
-from shipway.ops.attention import attend
+from shipway.ops.attention_reference import attend
 from shipway.ops.gate_up_silu import silu
 from shipway.ops.rms_norm import rms_norm
 from shipway.ops.rope import rotate

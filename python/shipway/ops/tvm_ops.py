@@ -23,11 +23,11 @@ from tvm import relax, te, tirx
 
 from shipway.artefacts import artefact, cpu_target, source_of
 from shipway.ops import tvm_stages as stages
-from shipway.ops.attention import visible
+from shipway.ops.attention_reference import visible
 from shipway.ops.data import sequences
 from shipway.ops.qkv_rope_append import positions_of
-from shipway.schedule import cpu_rules, library
-from shipway.schedule.library import PRODUCT, linear, product, widened
+from shipway.schedule import cpu_rules, products, shared_library
+from shipway.schedule.products import PRODUCT, linear, product, widened
 from shipway.signature import SIGNATURES, Number
 
 _ACT = {"f32": "float32", "bf16": "bfloat16"}
@@ -207,7 +207,7 @@ class _Attention:
 
 def _machine(dtype: str, head_dim: int | None) -> relax.VirtualMachine:
     """The ops that need head_dim fixed, or with ``None`` all others."""
-    target = library.cpu_options(torch.get_num_threads())
+    target = shared_library.cpu_options(torch.get_num_threads())
 
     def build(directory: Path) -> None:
         builder = relax.BlockBuilder()
@@ -215,10 +215,10 @@ def _machine(dtype: str, head_dim: int | None) -> relax.VirtualMachine:
             _define_ops(builder, _ACT[dtype])
         else:
             _define_attention(builder, _ACT[dtype], head_dim)
-        library.compile_library(builder.finalize(), tvm.target.Target(target), str(directory / _LIBRARY))
+        shared_library.compile_library(builder.finalize(), tvm.target.Target(target), str(directory / _LIBRARY))
 
     parts = {
-        "sources": source_of(__file__, stages.__file__, library.__file__, cpu_rules.__file__),
+        "sources": source_of(__file__, stages.__file__, shared_library.__file__, products.__file__, cpu_rules.__file__),
         "dtype": dtype,
         "head_dim": head_dim,
         "options": target,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import relax, te, tirx
 
-from shipway.schedule.library import product
+from shipway.schedule.products import product
 
 
 def taken(rows: te.Tensor, table: te.Tensor) -> te.Tensor:

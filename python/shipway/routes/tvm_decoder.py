@@ -23,7 +23,7 @@ from tvm import relax, te, tirx
 from tvm.relax.frontend.torch import from_exported_program
 
 from shipway.model.config import ModelConfig
-from shipway.schedule.library import PRODUCT, linear, product
+from shipway.schedule.products import PRODUCT, linear, product
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 

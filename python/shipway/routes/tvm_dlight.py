@@ -39,7 +39,7 @@ class TvmDlight(SteppedRoute):
         import tvm
         from tvm import relax
 
-        from shipway.schedule import cpu_rules, library
+        from shipway.schedule import cpu_rules, products, shared_library
 
         imported = time.perf_counter()
         tvm.get_global_func("runtime.config_threadpool")(1, spec.threads)
@@ -55,18 +55,18 @@ class TvmDlight(SteppedRoute):
         self._begin(spec, config.vocab_size)
         loaded = time.perf_counter()
 
-        target = library.cpu_options(spec.threads)
+        target = shared_library.cpu_options(spec.threads)
 
         def build(directory: Path) -> None:
             from shipway.routes import tvm_decoder
 
             shapes = {name: array.shape for name, array in placed.items()}
             module = tvm_decoder.decoder_module(config, spec.dtype, shapes)
-            library.compile_library(module, tvm.target.Target(target), str(directory / _LIBRARY))
+            shared_library.compile_library(module, tvm.target.Target(target), str(directory / _LIBRARY))
 
         decoder = str(Path(__file__).with_name("tvm_decoder.py"))
         parts = {
-            "sources": source_of(__file__, decoder, library.__file__, cpu_rules.__file__),
+            "sources": source_of(__file__, decoder, shared_library.__file__, products.__file__, cpu_rules.__file__),
             "config": {key: value for key, value in asdict(config).items() if key not in ("bos_id", "eos_ids", "rope")},
             "rotary_dim": config.rope.rotary_dim,
             "dtype": spec.dtype,
