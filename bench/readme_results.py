@@ -145,13 +145,13 @@ def serve_lines(path: Path, document: dict[str, Any]) -> str:
 def check_lines(path: Path, document: dict[str, Any]) -> str:
     """Returns the worst ulps of every op, implementation and dtype, from ``shipway check``."""
     lines = {(line["op"], line["implementation"], line["dtype"]): line for line in document["lines"]}
-    dtypes = list(dict.fromkeys(line["dtype"] for line in document["lines"] if line["dtype"] != "f16"))
+    dtypes = list(dict.fromkeys(line["dtype"] for line in document["lines"]))
     names = list(dict.fromkeys(line["implementation"] for line in document["lines"]))
     counts = Counter(line["verdict"] for line in document["lines"])
 
     def entry(op: str, name: str) -> str:
-        found = [lines.get((op, name, dtype)) for dtype in dtypes]
-        return " / ".join("-" if line is None else ulps(line) for line in found)
+        found = (lines.get((op, name, dtype)) for dtype in dtypes)
+        return " / ".join(ulps(line) for line in found if line is not None) or "-"
 
     def ulps(line: dict[str, Any]) -> str:
         if line["verdict"] in ("FAIL", "not run"):
@@ -171,8 +171,9 @@ def check_lines(path: Path, document: dict[str, Any]) -> str:
     cpu = document["environment"]["cpu"]
     return "\n".join(
         [
-            f"**Worst error of every op** in ulps of the output's dtype, {' / '.join(dtypes)}, over {cases} cases"
-            f" ({document['examples']} drawn per line, and the pinned traps), on {cpu}, revision {revision(document)}"
+            f"**Worst error of every op** in ulps of the output's dtype, {' / '.join(dtypes)} where it runs in them, over"
+            f" {cases} cases (about {document['examples']} drawn per line, and the pinned traps), on {cpu}, revision"
+            f" {revision(document)}"
             f" ([{path.name}](bench/results/{path.name})): {total}. KNOWN: all held but what the row declares."
             " linear, linear_residual, mlp and lm_head return float32: PyTorch and MAX round a bf16 product first,"
             " and every mlp holds its middle in bf16, which is tens of thousands of float32's ulps.",

@@ -15,6 +15,7 @@ import pytest
 
 from command_line import Run
 from shipway.measure.checks import lines_exit_code, mutants_exit_code
+from shipway.numerics import isolated
 from shipway.numerics.campaign import Failure, Line, Plan
 from shipway.numerics.isolated import POISON, run_lines
 from shipway.report.checks import print_lines, print_mutants
@@ -70,7 +71,7 @@ def test_one_case_runs_alone(run: Run, tmp_path: Path) -> None:
         (["--op", "linear", "--case", "T=1 N=1 K=999999"], "K=999999 is not in 1..1100"),
         (["--op", "linear", "--case", "T=1 N=1 K=x"], "--case: 'K=x': 'x' is not a number"),
         (["--op", "linear", "--case", "T=1 N=1 K=1 T=2"], "--case: T is given twice"),
-        (["--op", "linear", "--case", "T=1,N=1,K=1,scale=nan"], "a finite number above 0"),
+        (["--op", "linear", "--case", "T=1,N=1,K=1,scale=nan"], "scale=nan is not above 0"),
         (["--op", "linear", "--case", "T=1 N=1 K=1 layout=diagonal"], "layout=diagonal is none of contiguous"),
         (["--mutants", "--impl", "mojo"], "--mutants takes --op"),
     ],
@@ -99,6 +100,14 @@ def test_a_process_that_dies_is_one_failed_line_and_the_rest_runs() -> None:
     assert second.verdict == "FAIL"
     assert "SIGKILL" in second.failures[0].reason
     assert second.failures[0].property
+
+
+def test_a_process_that_does_not_go_on_is_ended_and_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "SILENCE_S", 0.0)
+    (line,) = run_lines([("linear", "torch", "f32")], Plan(examples=5), lambda _: None)
+    assert line.verdict == "FAIL"
+    assert "did not go on for 0 s" in line.failures[0].reason
+    assert not multiprocessing.active_children()
 
 
 def test_memory_of_a_campaign_is_full_of_large_numbers() -> None:

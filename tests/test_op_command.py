@@ -53,6 +53,8 @@ def fake_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (["linear", "--shape", "M=3"], ["no dim 'M'", "T, N, K"]),
         (["linear", "--shape", "T"], ["T=1,K=576", "'T'"]),
         (["linear", "--shape", "T=x"], ["'T=x'"]),
+        (["linear", "--shape", "T=99999999999"], ["is not in 0..1048576"]),
+        (["linear", "--shape", "T=1048576,K=1048576"], ["does not fit into this machine's memory"]),
         (["linear", "--shape", "K=0"], ["K goes from 1, not 0"]),
         (["attention_decode", "--shape", "head_dim=1024"], ["head_dim goes from 16 to", "not 1024"]),
         (["qkv_rope_append", "--shape", "rotary_quarters=5"], ["rotary_quarters goes from 1 to 4"]),

@@ -133,6 +133,21 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
+def test_each_property_draws_cases_of_its_own() -> None:
+    runner = OpRunner(LINEAR, LINEAR.implementations["torch"], "f32")
+    first, second = (set(map(str, run_property(runner, Property(name, lambda *_: ""), Plan(), 20)[1])) for name in "ab")
+    assert len(first & second) <= 2
+
+
+def test_a_declared_failure_is_known_as_a_case_alone_too() -> None:
+    known = KnownFailure("reference", "made up", SMALL, ("f32",))
+    row = replace(LINEAR.implementations["torch"], known=(known,))
+    wrong = replace(row, make=lambda dtype, head_dim: lambda x, w: (x.float() @ w.float().T) * 1.01)
+    line = run_line(LINEAR, wrong, "f32", Plan(case=SMALL))
+    assert "reference" not in [failure.property for failure in line.failures]
+    assert [failure.property for failure in line.known] == ["reference"]
+
+
 def test_our_own_kernels_have_no_known_failures_and_are_bitwise() -> None:
     for op in OPS.values():
         assert op.implementations["mojo"].known == ()

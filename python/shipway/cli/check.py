@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
@@ -91,6 +90,9 @@ def _matching(patterns: str, names: list[str], option: str) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 
+_LARGEST_SCALE = 1e30  # inputs stay finite in float32
+
+
 def _parsed(line: str, ops: list[str]) -> Case:
     """The case of ``--case``, which must be one of the only op.
 
@@ -116,6 +118,8 @@ def _parsed(line: str, ops: list[str]) -> Case:
     for word, given, known in (("distribution", case.distribution, FILLS), ("layout", case.layout, LAYOUTS)):
         if given not in known:
             raise ShipwayError(f"--case: {word}={given} is none of {', '.join(known)}")
-    if case.seed < 0 or not (math.isfinite(case.scale) and case.scale > 0):
-        raise ShipwayError(f"--case: seed={case.seed} must be from 0 and scale={case.scale:g} a finite number above 0")
+    if case.seed < 0:
+        raise ShipwayError(f"--case: seed={case.seed} is not from 0")
+    if not 0 < case.scale <= _LARGEST_SCALE:  # NaN is not either
+        raise ShipwayError(f"--case: scale={case.scale:g} is not above 0 and at most {_LARGEST_SCALE:g}")
     return case

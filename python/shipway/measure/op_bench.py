@@ -21,6 +21,7 @@ from shipway.measure.environment import (
     busy_share,
     describe_environment,
     last_level_cache_bytes,
+    memory_total,
 )
 from shipway.measure.op_target import MOST_COPIES
 from shipway.measure.op_work import SHAPES
@@ -176,6 +177,12 @@ class OpSettings:
             if value < dim.low or (most is not None and value > most):
                 at_most = "" if most is None else f" to {most}"
                 raise ShipwayError(f"{self.op}: {name} goes from {dim.low}{at_most}, not {value}")
+
+        for dims in self.shapes().values():
+            *_, second, first = sorted(dims.values())
+            if 4 * first * second > memory_total():
+                shape = ",".join(f"{name}={size}" for name, size in dims.items())
+                raise ShipwayError(f"{self.op}: {shape} does not fit into this machine's memory: give smaller dims")
 
     def shapes(self) -> dict[str, dict[str, int]]:
         """Returns the shapes to run, by name."""

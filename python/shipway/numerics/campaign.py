@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
+from zlib import crc32
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -84,7 +85,7 @@ class Plan:
 
     Attributes:
         examples: Cases of a line, shared out among the properties.
-        seed: Seed of the draw.
+        seed: Seed of the draw, with which every property draws cases of its own.
         head_dims: Values of head_dim to draw for implementations that compile one at a time; all of the op's if empty.
         case: The only case to run, instead of drawn ones.
     """
@@ -165,13 +166,15 @@ def run_declared(
     """
     row = runner.implementation
     declared = next((k for k in row.known if k.property == prop.name and runner.dtype in k.dtypes), None)
-    if declared is None or plan.case is not None:
+    if declared is None:
         found, ran = run_property(runner, prop, plan, examples, on=on)
         return found, None, ran
     apart = OpRunner(runner.op, row, runner.dtype)  # its error is none of the line's
-    found, ran = run_property(apart, prop, replace(plan, case=declared.case), 1, on=on)
+    found, ran = run_property(apart, prop, replace(plan, case=plan.case or declared.case), 1, on=on)
     if found is not None:
         return None, replace(found, reason=f"{declared.reason}: {found.reason}"), ran
+    if plan.case is not None:
+        return None, None, ran
     stale = f"declared KNOWN ({declared.reason}) but it passes: take it off the list"
     return Failure(prop.name, str(declared.case), stale), None, ran
 
@@ -223,7 +226,8 @@ def run_property(
     try:
         if plan.case is None and not prop.pinned:  # before the pinned ones, which cannot be made smaller
             drawn = cases(runner.op, {"head_dim": head_dims} if head_dims else {}, laid_out=prop is STRIDED)
-            seed(plan.seed)(_configured(examples, shrink)(given(drawn)(check)))()
+            own = crc32(f"{runner.op.name} {prop.name}".encode()) + plan.seed  # else every property had the same cases
+            seed(own)(_configured(examples, shrink)(given(drawn)(check)))()
         for case in pinned if plan.case is None else [plan.case]:
             check(case)
     except Exception:

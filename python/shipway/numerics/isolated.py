@@ -18,6 +18,9 @@ from shipway.ops.catalogue import OPS
 Task = tuple[str, str, str]
 """Names of op, implementation and dtype."""
 
+SILENCE_S = 900.0
+"""Seconds that one compilation or one case may take."""
+
 POISON = {"MALLOC_PERTURB_": "128"}
 """Fills what glibc allocates with bytes 0x7f, numbers near 3e38: an output that is not written is not right by luck."""
 
@@ -49,17 +52,22 @@ def _child(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> Ite
             doing = ("compilation", "")
             while True:
                 try:
+                    if not here.poll(SILENCE_S):
+                        yield _dead(op, implementation, dtype, doing, f"did not go on for {SILENCE_S:g} s")
+                        return
                     message: Any = here.recv()
                 except EOFError:
                     child.join()
-                    yield _dead(op, implementation, dtype, doing, child.exitcode or 0)
+                    code = child.exitcode or 0
+                    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                    yield _dead(op, implementation, dtype, doing, how)
                     return
                 if isinstance(message, Line):
                     yield message
                     break
                 doing = message
     finally:
-        child.terminate()
+        child.kill()  # one that loops in a kernel answers to nothing less
         child.join()
 
 
@@ -88,8 +96,7 @@ def _serve(pipe: Connection, todo: Sequence[Task], plan: Plan) -> None:
         pipe.send(run_line(OPS[op], OPS[op].implementations[implementation], dtype, plan, pipe.send))
 
 
-def _dead(op: str, implementation: str, dtype: str, doing: tuple[str, str], code: int) -> Line:
+def _dead(op: str, implementation: str, dtype: str, doing: tuple[str, str], how: str) -> Line:
     row = OPS[op].implementations[implementation]
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     failure = Failure(*doing, f"the process {how}")
     return Line(op, implementation, dtype, "FAIL", row.bitwise, row.strided, failures=(failure,))
