@@ -171,9 +171,9 @@ def check_lines(path: Path, document: dict[str, Any]) -> str:
     cpu = document["environment"]["cpu"]
     return "\n".join(
         [
-            f"**Worst error of every op** in ulps of the output's dtype, {' / '.join(dtypes)} where it runs in them, over"
-            f" {cases} cases (about {document['examples']} drawn per line, and the pinned traps), on {cpu}, revision"
-            f" {revision(document)}"
+            f"**Worst error of every op** in ulps of the output's dtype, {' / '.join(dtypes)} where it runs in them,"
+            f" over {cases} cases (about {document['examples']} drawn per line, and the pinned traps), on {cpu},"
+            f" revision {revision(document)}"
             f" ([{path.name}](bench/results/{path.name})): {total}. KNOWN: all held but what the row declares."
             " linear, linear_residual, mlp and lm_head return float32: PyTorch and MAX round a bf16 product first,"
             " and every mlp holds its middle in bf16, which is tens of thousands of float32's ulps.",
