@@ -122,7 +122,7 @@ def _equal_logits(run: Runner, case: Case) -> str:
 def _frequencies(run: Runner, case: Case) -> str:
     # A grid of uniform numbers reproduces the distribution: each id as often as its probability says, within one.
     inputs = run.inputs(case.with_dims(R=1))
-    inputs.update(top_k=0, top_p=1.0, temperature=1.0)
+    inputs.update(top_k=0, top_p=1.0)
     inputs["logits"] = np.clip(inputs["logits"], -5, 5)
     width, vocab, draws = inputs["logits"].shape[1], inputs["vocab"], 400
     grid = {**inputs, "logits": np.repeat(inputs["logits"], draws, 0)}
@@ -131,7 +131,7 @@ def _frequencies(run: Runner, case: Case) -> str:
     if ids.min() < 0 or ids.max() >= vocab:
         return f"ids {ids.min()} to {ids.max()} for a vocabulary of {vocab}"
     logits = inputs["logits"][0, :vocab].astype(np.float64)
-    p = np.exp(logits - logits.max())
+    p = np.exp((logits - logits.max()) / inputs["temperature"])
     off = np.abs(np.bincount(ids, minlength=width)[:vocab] - draws * p / p.sum())
     return (
         "" if off.max() <= 1.5 else f"id {off.argmax()} is drawn {off.max():.1f} of {draws} times too often or seldom"
