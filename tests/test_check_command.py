@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from command_line import Run
+from shipway.measure import checks
 from shipway.measure.checks import lines_exit_code, mutants_exit_code
 from shipway.numerics import isolated
 from shipway.numerics.campaign import Failure, Line, Plan
@@ -28,7 +30,7 @@ ABSENT = Line("linear", "tvm", "f32", "not run", False, "copied", reason="tvm no
 
 
 def document(*lines: Line) -> dict[str, object]:
-    return {"lines": [asdict(line) for line in lines]}
+    return {"planned": len(lines), "lines": [asdict(line) for line in lines]}
 
 
 def printed(*lines: Line) -> str:
@@ -68,10 +70,11 @@ def test_one_case_runs_alone(run: Run, tmp_path: Path) -> None:
         (["--examples", "0"], "--examples must be from 1, not 0"),
         (["--case", "T=1 N=1 K=1"], "--case needs --op"),
         (["--op", "linear", "--case", "T=1 N=1"], "--case of linear takes T, N, K, not T, N"),
-        (["--op", "linear", "--case", "T=1 N=1 K=999999"], "K=999999 is not in 1..1100"),
+        (["--op", "linear", "--case", "T=1 N=1 K=0"], "K goes from 1, not 0"),
+        (["--op", "linear", "--case", "T=1 N=9999999 K=9999999"], "does not fit into this machine's memory"),
         (["--op", "linear", "--case", "T=1 N=1 K=x"], "--case: 'K=x': 'x' is not a number"),
         (["--op", "linear", "--case", "T=1 N=1 K=1 T=2"], "--case: T is given twice"),
-        (["--op", "linear", "--case", "T=1,N=1,K=1,scale=nan"], "scale=nan is not above 0"),
+        (["--op", "linear", "--case", "T=1,N=1,K=1,scale=nan"], "scale=nan is not in"),
         (["--op", "linear", "--case", "T=1 N=1 K=1 layout=diagonal"], "layout=diagonal is none of contiguous"),
         (["--mutants", "--impl", "mojo"], "--mutants takes --op"),
     ],
@@ -166,3 +169,18 @@ def test_a_survivor_a_red_original_and_an_untested_property_fail(
     print_mutants(found, out)
     assert words in out.getvalue()
     assert mutants_exit_code(found) == 1
+
+
+def test_a_stopped_campaign_keeps_its_finished_lines(monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path) -> None:
+    def two_of_three(todo: list[isolated.Task], plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
+        for op, implementation, dtype in todo[:2]:
+            yield Line(op, implementation, dtype, "PASS", bitwise=True, strided="handled", examples=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "run_lines", two_of_three)
+    file = tmp_path / "check.json"
+    code, out, _ = run("check", "--op", "linear,greedy", "--impl", "torch", "--json", str(file))
+    assert code == 130
+    assert out.count("PASS") == 3
+    assert "stopped before the last 2 of 4 lines" in out
+    assert len(json.loads(file.read_text())["lines"]) == 2

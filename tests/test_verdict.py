@@ -191,3 +191,11 @@ def test_correct_reordered_sums_are_never_flaky() -> None:
         magnitude = np.array([np.abs(a).astype(np.float64) @ np.abs(b)])
         failed += not judge(blocked, ref, base, "f32", magnitude=magnitude, reduction=1040).ok
     assert failed == 0
+
+
+def test_a_base_that_is_wrong_itself_excuses_nothing() -> None:
+    # RMSNorm of values whose squares overflow: PyTorch gives 0 too.
+    ref = np.linspace(1.0, 2.0, 34).reshape(2, 17)
+    zero = np.zeros_like(ref)
+    assert not judge(zero, ref, zero, "f32", magnitude=ref, reduction=17).ok
+    assert not judge(zero, ref, zero, "f32").ok

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -14,6 +16,7 @@ from shipway.errors import ShipwayError
 from shipway.measure.result import write_json
 
 if TYPE_CHECKING:
+    from shipway.numerics.campaign import Line
     from shipway.ops.op import Case
 
 
@@ -57,24 +60,35 @@ def check(
             )
         with progress() as show:
             document = checks.check_mutants(ops, examples, seed, show)
-        code, print_result = checks.mutants_exit_code(document), print_mutants
-    else:
-        rows = [row for name in ops for row in OPS[name].implementations.values()]
-        names = _matching(impl, list(dict.fromkeys(row.name for row in rows)), "--impl")
-        dtypes = _matching(dtype, list(dict.fromkeys(name for row in rows for name in row.dtypes)), "--dtype")
-        todo = [(o.name, row.name, d) for o, row, d in chosen(ops, names, dtypes)]
-        if not todo:
-            raise ShipwayError(f"no implementation among {impl} runs {op} in {dtype}")
-        plan = Plan(examples, seed, case=None if case is None else _parsed(case, ops))
+        _publish(document, print_mutants, json)
+        raise typer.Exit(checks.mutants_exit_code(document))
+    rows = [row for name in ops for row in OPS[name].implementations.values()]
+    names = _matching(impl, list(dict.fromkeys(row.name for row in rows)), "--impl")
+    dtypes = _matching(dtype, list(dict.fromkeys(name for row in rows for name in row.dtypes)), "--dtype")
+    todo = [(o.name, row.name, d) for o, row, d in chosen(ops, names, dtypes)]
+    if not todo:
+        raise ShipwayError(f"no implementation among {impl} runs {op} in {dtype}")
+    plan = Plan(examples, seed, case=None if case is None else _parsed(case, ops))
+    done: list[Line] = []
+    try:
         with progress() as show:
-            document = checks.check_lines(todo, plan, show)
-        code, print_result = checks.lines_exit_code(document), print_lines
-    try:  # neither a file that cannot be written nor a reader that went away may lose the other
+            checks.run_campaign(todo, plan, done, show)
+    finally:  # whatever stops a campaign, the lines that are done are not lost
+        document = checks.campaign_document(todo, plan, done)
+        if done:
+            _publish(document, print_lines, json)
+    raise typer.Exit(checks.lines_exit_code(document))
+
+
+def _publish(
+    document: dict[str, Any], print_result: Callable[[dict[str, Any], TextIO], None], json: Path | None
+) -> None:
+    """Prints and writes a result: neither a full disk nor a reader that went away may lose the other."""
+    try:
         print_result(document, sys.stdout)
     finally:
         if json is not None:
             write_json(json, document)
-    raise typer.Exit(code)
 
 
 def _matching(patterns: str, names: list[str], option: str) -> list[str]:
@@ -90,36 +104,34 @@ def _matching(patterns: str, names: list[str], option: str) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 
-_LARGEST_SCALE = 1e30  # inputs stay finite in float32
-
-
 def _parsed(line: str, ops: list[str]) -> Case:
     """The case of ``--case``, which must be one of the only op.
 
     Raises:
         ShipwayError: It is not.
     """
+    from shipway.measure.op_bench import check_dims
     from shipway.ops.catalogue import OPS
     from shipway.ops.data import FILLS, LAYOUTS
     from shipway.ops.op import Case
 
     if len(ops) != 1:
         raise ShipwayError("--case needs --op with the one op it is a case of")
-    dims = OPS[ops[0]].dims
+    op = OPS[ops[0]]
     try:
         case = Case.parse(line)
     except ValueError as error:
         raise ShipwayError(f"--case: {error}") from None
-    if set(case.dims) != set(dims):
-        raise ShipwayError(f"--case of {ops[0]} takes {', '.join(dims)}, not {', '.join(case.dims) or 'no dims'}")
-    for name, value in case.dims.items():
-        if not dims[name].low <= value <= dims[name].high:
-            raise ShipwayError(f"--case: {name}={value} is not in {dims[name].low}..{dims[name].high}")
+    if set(case.dims) != set(op.dims):
+        raise ShipwayError(f"--case of {op.name} takes {', '.join(op.dims)}, not {', '.join(case.dims) or 'no dims'}")
+    check_dims(op, case.dims)
     for word, given, known in (("distribution", case.distribution, FILLS), ("layout", case.layout, LAYOUTS)):
         if given not in known:
             raise ShipwayError(f"--case: {word}={given} is none of {', '.join(known)}")
     if case.seed < 0:
         raise ShipwayError(f"--case: seed={case.seed} is not from 0")
-    if not 0 < case.scale <= _LARGEST_SCALE:  # NaN is not either
-        raise ShipwayError(f"--case: scale={case.scale:g} is not above 0 and at most {_LARGEST_SCALE:g}")
+    if not min(op.scales) <= case.scale <= max(op.scales):  # NaN is not either
+        raise ShipwayError(
+            f"--case: scale={case.scale:g} is not in {op.name}'s range {min(op.scales):g}..{max(op.scales):g}"
+        )
     return case

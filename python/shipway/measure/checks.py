@@ -16,17 +16,21 @@ from shipway.ops.catalogue import OPS
 SCHEMA_VERSION = 1
 
 
-def check_lines(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> dict[str, Any]:
-    """Runs a campaign; returns its document."""
-    lines: list[Line] = []
-    for line in run_lines(todo, plan, lambda doing: show(f"{len(lines) + 1} of {len(todo)}: {doing}")):
-        lines.append(line)
+def run_campaign(todo: Sequence[Task], plan: Plan, done: list[Line], show: Callable[[str], None]) -> None:
+    """Runs a campaign; appends each line to ``done`` as it ends, so that what stops the campaign loses none."""
+    for line in run_lines(todo, plan, lambda doing: show(f"{len(done) + 1} of {len(todo)}: {doing}")):
+        done.append(line)
+
+
+def campaign_document(todo: Sequence[Task], plan: Plan, done: Sequence[Line]) -> dict[str, Any]:
+    """Returns the document of the lines of ``todo`` that are done."""
     return {
         **_head("check"),
         "examples": plan.examples,
         "seed": plan.seed,
         "case": None if plan.case is None else str(plan.case),
-        "lines": [asdict(line) for line in lines],
+        "planned": len(todo),
+        "lines": [asdict(line) for line in done],
     }
 
 

@@ -29,7 +29,7 @@ from shipway.measure.probes import PROBE
 from shipway.measure.result import SCHEMA_VERSION, Environment, ProbeSample
 from shipway.numerics.campaign import missing
 from shipway.ops.catalogue import OPS
-from shipway.ops.op import Implementation
+from shipway.ops.op import Implementation, Op
 from shipway.routes.route import RouteInfo
 
 BASELINE = "torch"
@@ -138,6 +138,24 @@ class OpResult(TypedDict):
     warnings: list[str]
 
 
+def check_dims(op: Op, dims: Mapping[str, int]) -> None:
+    """Checks dims of a shape, within the drawn range or beyond it.
+
+    Raises:
+        ShipwayError: An op cannot have such a dim, or this machine cannot hold such arrays.
+    """
+    for name, value in dims.items():
+        dim = op.dims[name]
+        most = dim.high if dim.static else _SWITCHES.get(name)
+        if value < dim.low or (most is not None and value > most):
+            at_most = "" if most is None else f" to {most}"
+            raise ShipwayError(f"{op.name}: {name} goes from {dim.low}{at_most}, not {value}")
+    *_, second, first = 1, 1, *sorted(dims.values())
+    if 4 * first * second > memory_total():
+        shape = ",".join(f"{name}={size}" for name, size in dims.items())
+        raise ShipwayError(f"{op.name}: {shape} does not fit into this machine's memory: give smaller dims")
+
+
 @dataclass(frozen=True)
 class OpSettings:
     """What to run.
@@ -171,18 +189,8 @@ class OpSettings:
                     raise ShipwayError(f"{self.op} has no {what} {name!r}: choose from {', '.join(known)}")
         if not self.dtypes:
             raise ShipwayError("name at least one dtype")
-        for name, value in self.shape.items():
-            dim = op.dims[name]
-            most = dim.high if dim.static else _SWITCHES.get(name)
-            if value < dim.low or (most is not None and value > most):
-                at_most = "" if most is None else f" to {most}"
-                raise ShipwayError(f"{self.op}: {name} goes from {dim.low}{at_most}, not {value}")
-
-        for dims in self.shapes().values():
-            *_, second, first = sorted(dims.values())
-            if 4 * first * second > memory_total():
-                shape = ",".join(f"{name}={size}" for name, size in dims.items())
-                raise ShipwayError(f"{self.op}: {shape} does not fit into this machine's memory: give smaller dims")
+        for dims in (self.shape, *self.shapes().values()):
+            check_dims(op, dims)
 
     def shapes(self) -> dict[str, dict[str, int]]:
         """Returns the shapes to run, by name."""

@@ -78,6 +78,8 @@ def _open_file(path: Path) -> dict[str, Weight]:
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
     start = 8 + size
+    if size > _MAX_HEADER and mapped[8:9] == b"{":
+        raise ShipwayError(f"{path} is damaged: it says that its header takes {size} bytes")
     if len(mapped) < 8 or size > _MAX_HEADER:
         raise ShipwayError(f"{path} is not a safetensors file: {looks_like(mapped[:64])}")
     if start > len(mapped):

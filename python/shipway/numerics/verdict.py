@@ -20,6 +20,8 @@ number is ``(sum y^2)^2 / sum y^4``) it measures the luck of single roundings an
 passes within the a-priori bound or four roundings of each output everywhere (as many as plain PyTorch makes on the way
 through a gated MLP), or at 4 times the base's cosine difference (twice its error).
 
+A base whose own cosine difference is above :data:`WORTHLESS` excuses nothing: it is left out.
+
 An element that was never written fails rule 1: where ops run (``shipway.numerics.isolated``), fresh memory is full of
 large numbers, or of zeros where it comes from MAX.
 """
@@ -34,6 +36,7 @@ from shipway.numerics.dtypes import DTYPES, F32, DType
 
 COSINE_LIMIT = {"f32": 1e-10, "bf16": 1e-5, "f16": 1e-5}
 FEW_OUTPUTS = 64
+WORTHLESS = 0.1
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def judge(
     if base is None and magnitude is None:
         raise ValueError("judge needs base, magnitude or both: without them no error bound exists")
     fmt = DTYPES[out_dtype or dtype]
+    if base is not None and np.shape(base) != np.shape(ref64):
+        raise ValueError(f"base has shape {np.shape(base)}, the reference {np.shape(ref64)}")
     if np.shape(out) != np.shape(ref64):
         return _broken(f"shape {np.shape(out)} instead of {np.shape(ref64)}", np.size(out), None)
     out, ref = np.asarray(out, np.float64), np.asarray(ref64, np.float64)
@@ -108,6 +113,8 @@ def judge(
 
     finite = np.isfinite(expected)
     error = np.where(finite, np.abs(np.where(finite, out, 0.0) - np.where(finite, ref, 0.0)), 0.0)
+    if base is not None and _base_cosine(base, ref, finite, fmt) > WORTHLESS:
+        base = None
     bound = _twice_base(base, ref, finite, fmt)
     a_priori = _a_priori(magnitude, reduction, ref, fmt)
     if rounded is not None:
@@ -131,7 +138,7 @@ def judge(
         _effective_number(ref[finite]) < FEW_OUTPUTS
         and (
             (error <= np.maximum(a_priori, 4 * DTYPES[dtype].unit_roundoff * np.abs(ref))).all()
-            or (base is not None and cosine <= 4 * _cosine_difference(base, ref, finite, fmt))
+            or (base is not None and cosine <= 4 * _base_cosine(base, ref, finite, fmt))
         )
     ):
         reason = f"cosine difference {cosine:.3g} not under {limit:g}, largest error {error[worst]:.3g} at {worst}"
@@ -186,14 +193,17 @@ def _twice_base(base: np.ndarray | None, ref: np.ndarray, finite: np.ndarray, fm
     """The 2x rule's bound; 0 without a base, whose non-finite elements say nothing and are left out."""
     if base is None:
         return 0.0
-    if np.shape(base) != ref.shape:
-        raise ValueError(f"base has shape {np.shape(base)}, the reference {ref.shape}")
     base = np.asarray(base, np.float64)
     usable = finite & np.isfinite(base)
     if not usable.any():
         return 0.0
     atol = 2 * fmt.unit_roundoff * float(np.abs(ref[usable]).max())
     return 2 * float(np.abs(base[usable] - ref[usable]).max()) + atol
+
+
+def _base_cosine(base: np.ndarray, ref: np.ndarray, finite: np.ndarray, fmt: DType) -> float:
+    """The base's cosine difference where it is finite, as the 2x rule reads it."""
+    return _cosine_difference(base, ref, finite & np.isfinite(np.asarray(base, np.float64)), fmt)
 
 
 def _a_priori(magnitude: np.ndarray | float | None, reduction: int, ref: np.ndarray, fmt: DType) -> np.ndarray:

@@ -94,6 +94,7 @@ PREFILL_TRAPS = (
     ONE.with_dims(B=2, length=5, start=3),  # as many sequences as KV heads
     *(ONE.with_dims(length=16, window=window) for window in (15, 16, 17)),  # the prompt reaches 16 exactly
     *(ONE.with_dims(length=9, start=7, head_dim=head_dim) for head_dim in HEAD_DIMS),
+    ONE.with_dims(length=65, start=65, kv_heads=3, group=4),  # enough for several threads
 )
 STEP = Case({"B": 1, "start": 0, "window": 0, "kv_heads": 2, "group": 2, "head_dim": 64}, seed=1)
 DECODE_TRAPS = (
@@ -102,6 +103,7 @@ DECODE_TRAPS = (
     STEP.with_dims(B=2, start=3),
     *(STEP.with_dims(start=15, window=window) for window in (15, 16, 17)),
     *(STEP.with_dims(start=15, head_dim=head_dim) for head_dim in HEAD_DIMS),
+    STEP.with_dims(B=4, start=300, kv_heads=3, group=4),  # enough for several threads
 )
 NAN_FUTURE = Case({"B": 1, "length": 2, "start": 0, "window": 0, "kv_heads": 1, "group": 1, "head_dim": 64})
 

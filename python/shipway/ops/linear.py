@@ -23,7 +23,7 @@ DIMS = {
 }
 GEMV, GEMM = (Case({"T": rows, "N": 97, "K": 1040}) for rows in (1, 5))  # neither N nor K is a multiple of a tile
 FORKED = Case({"T": 65, "N": 97, "K": 1040})  # enough for several threads, one of its rows for one only
-TRAPS = (GEMV, GEMM, *(Case({"T": rows, "N": 65, "K": hidden}) for rows in (1, 9) for hidden in (576, 960)))
+TRAPS = (GEMV, GEMM, FORKED, *(Case({"T": rows, "N": 65, "K": hidden}) for rows in (1, 9) for hidden in (576, 960)))
 FILLS = ("normal", "uniform", "constant", "spike", "zero_row", "alternating", "tiny")
 
 

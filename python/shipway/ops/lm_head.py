@@ -59,6 +59,7 @@ OP = Op(
     reference=reference,
     result="out",
     strided=("x", "w"),
+    traps=(Case({"T": 9, "V": 257, "K": 1040, "R": 9}),),  # enough for several threads
     properties=(
         repeatable(),
         row_alone("out", "rows"),

@@ -14,7 +14,7 @@ import numpy as np
 from shipway.ops.data import fill, weights
 from shipway.ops.gate_up_silu import swiglu
 from shipway.ops.implementations import compiled_rows, rows, torch_row
-from shipway.ops.linear import DIMS, FILLS, product
+from shipway.ops.linear import DIMS, FILLS, FORKED, product
 from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
 
@@ -65,6 +65,7 @@ OP = Op(
     reference=reference,
     result="out",
     strided=("x", "gate", "up", "down", "residual"),
+    traps=(FORKED,),
     properties=(
         repeatable(),
         row_alone("out", "x", "residual"),

@@ -106,6 +106,7 @@ OP = Op(
         *(Case({"T": rows, "K": hidden}) for rows in (1, 3) for hidden in (576, 960)),
         Case({"T": 2, "K": 64}, distribution="zero_row"),
         Case({"T": 2, "K": 64}, scale=1e4),  # |x| far beyond 256, whose square float16 does not hold
+        Case({"T": 257, "K": 1040}),  # enough for several threads
     ),
     properties=(
         repeatable(),

@@ -129,6 +129,7 @@ OP = Op(
     reference=reference,
     result="out",
     strided=("x", "table"),
+    traps=(Case({"T": 129, "H": 9, "rotary_quarters": 4, "head_dim": 256}),),  # enough for several threads
     properties=(
         repeatable(),
         row_alone("out", "x", "positions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, TextIO
 
 from shipway.report.lines import print_table
@@ -38,15 +39,18 @@ def print_lines(document: dict[str, Any], out: TextIO) -> None:
             print(f"not run {where}: {line['reason']}", file=out)
     counts = {verdict: sum(line["verdict"] == verdict for line in document["lines"]) for verdict in VERDICTS}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count), file=out)
+    if missing := document["planned"] - len(document["lines"]):
+        print(f"stopped before the last {missing} of {document['planned']} lines", file=out)
 
 
 VERDICTS = ("PASS", "KNOWN", "FAIL", "not run")
 
 
 def reproducer(line: dict[str, Any], failure: dict[str, Any]) -> str:
-    """The command that runs one case again."""
+    """The command that runs one case again, as it is typed in a checkout or anywhere."""
+    program = "./dev" if "SHIPWAY_DEV" in os.environ else "shipway"
     return (
-        f"shipway check --op {line['op']} --impl {line['implementation']} --dtype {line['dtype']}"
+        f"{program} check --op {line['op']} --impl {line['implementation']} --dtype {line['dtype']}"
         f" --case '{failure['case']}'"
     )
 
