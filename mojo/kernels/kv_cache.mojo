@@ -91,17 +91,15 @@ struct PagedCache[origin: ImmOrigin](KVCache):
     def offset(
         self, b: Int, layer: Int, value: Int, position: Int, head: Int
     ) -> Int:
-        var slot = b * (self.shape.capacity // self.page_size) + (
-            position // self.page_size
-        )
-        var page = Int(self.lookup[unsafe_offset=slot])
+        # 32 bits, and not 0: a GPU divides other numbers in dozens of
+        # instructions and more registers.
+        var size = max(UInt32(self.page_size), 1)
+        var pages = Int(UInt32(self.shape.capacity) // size)
+        var index = Int(UInt32(position) // size)
+        var page = Int(self.lookup[unsafe_offset=b * pages + index])
         var plane = value * self.shape.layers + layer
+        var row = plane * self.page_size + position - index * self.page_size
         return (
             page * self.page_stride
-            + (
-                (plane * self.page_size + position % self.page_size)
-                * self.shape.kv_heads
-                + head
-            )
-            * self.shape.head_dim
+            + (row * self.shape.kv_heads + head) * self.shape.head_dim
         )

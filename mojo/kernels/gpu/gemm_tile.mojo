@@ -1,0 +1,254 @@
+"""One tile of x `[M, K]` @ w `[N, K]`^T by a block, summed in registers.
+
+A tile has `MT` rows by `NT` columns, of one product or of several with the
+same x (gate and up). The warps stand side by side in it; two stages of shared
+memory are filled in turn, with one barrier per step of K.
+"""
+from std.math import ceildiv
+from std.sys import size_of
+from std.utils import StaticTuple
+from max.gpu import barrier, lane_id, thread_idx, warp_id
+from kernels.gpu.block import WARPS, Global
+from kernels.gpu.staging import DenseRows, RowOffsets, Staged, arrive, commit
+from kernels.gpu.tile_op import (
+    TILE,
+    Accumulator,
+    Operand,
+    Shared,
+    c_col,
+    c_row,
+    load_a,
+    load_b,
+    mma16,
+    row_stride,
+)
+
+
+@fieldwise_init
+struct GatheredRows(RowOffsets):
+    """Rows of a dense matrix in the order of a list."""
+
+    var rows: Global[DType.int32]
+    var columns: Int
+    """Elements from row to row."""
+
+    @always_inline
+    def at(self, row: Int) -> Int:
+        return Int(self.rows[unsafe_offset=row]) * self.columns
+
+
+@fieldwise_init
+struct Product[R: RowOffsets, t: DType, COUNT: Int](
+    ImplicitlyCopyable, Movable
+):
+    """x `[M, K]` and `COUNT` weight matrices `[N, K]` to multiply it by."""
+
+    var x: Global[Self.t]
+    var rows: Self.R
+    """Where the rows of x begin."""
+    var weights: StaticTuple[Global[Self.t], Self.COUNT]
+    var m: Int
+    var n: Int
+    var k: Int
+
+
+struct GemmTile[t: DType, MT: Int, NT: Int, COUNT: Int]:
+    """Tiles of one shape.
+
+    Parameters:
+        t: Dtype of x and w.
+        MT: Rows: 16, 32, or a multiple of 32.
+        NT: Columns, a multiple of 64.
+        COUNT: Weight matrices that x is multiplied by.
+    """
+
+    comptime KT = 64 // size_of[Self.t]()
+    """K of a step: 64 bytes of a row, two sectors of memory."""
+    comptime LD = row_stride[Self.t](Self.KT)
+    comptime STAGE = (Self.MT + Self.COUNT * Self.NT) * Self.LD
+    comptime SCRATCH = 2 * Self.STAGE
+    """Elements of shared memory, 16-byte aligned, that a tile needs."""
+    comptime WARPS_M = 2 if Self.MT > 32 else 1
+    comptime WARPS_N = WARPS // Self.WARPS_M
+    comptime FM = Self.MT // Self.WARPS_M // TILE
+    """Products of `mma16` one below the other in a warp."""
+    comptime FN = Self.NT // Self.WARPS_N // TILE
+    """Products of `mma16` side by side in a warp."""
+    comptime Sums = Array[Accumulator, Self.COUNT * Self.FM * Self.FN]
+    """A warp's elements of the tile, found by `index`, `row` and `column`."""
+
+    @staticmethod
+    @always_inline
+    def index[w: Int, i: Int, j: Int]() -> Int:
+        """Where `Sums` holds the product of weights w, i-th from above, j-th
+        from the left."""
+        return (w * Self.FM + i) * Self.FN + j
+
+    @staticmethod
+    @always_inline
+    def _first_row() -> Int:
+        return Int(warp_id()) // Self.WARPS_N * (Self.FM * TILE)
+
+    @staticmethod
+    @always_inline
+    def _first_column() -> Int:
+        return Int(warp_id()) % Self.WARPS_N * (Self.FN * TILE)
+
+    @staticmethod
+    @always_inline
+    def row[i: Int, e: Int](lane: Int) -> Int:
+        """Row in the tile of element e of the i-th product from above."""
+        return Self._first_row() + i * TILE + c_row[e](lane)
+
+    @staticmethod
+    @always_inline
+    def column[j: Int, e: Int](lane: Int) -> Int:
+        """Column in the tile of element e of the j-th product from the left."""
+        return Self._first_column() + j * TILE + c_col[e](lane)
+
+    @staticmethod
+    @always_inline
+    def sums[
+        R: RowOffsets, //, in_chunks: Bool
+    ](
+        of: Product[R, Self.t, Self.COUNT],
+        row: Int,
+        column: Int,
+        scratch: Shared[Self.t],
+    ) -> Self.Sums:
+        """Sums the tile at `row`, `column`; all threads of the block call it.
+
+        Rows from M on and columns from N on are 0; nothing is read there.
+
+        Parameters:
+            R: How the rows of x lie.
+            in_chunks: Whether rows of x and w can be read by 16-byte loads.
+
+        Args:
+            of: What is multiplied.
+            row: First row of the tile.
+            column: First column of the tile.
+            scratch: `SCRATCH` elements of shared memory.
+        """
+        var lane = Int(lane_id())
+        var steps = ceildiv(of.k, Self.KT)
+        var sums = Self.Sums(fill=Accumulator(0))
+        var a_at = Self._first_row() * Self.LD
+        var b_at = (Self.MT + Self._first_column()) * Self.LD
+        var stages = _Stages[
+            R, Self.t, Self.MT, Self.NT, Self.KT, Self.COUNT, in_chunks
+        ](of, row, column, Int(thread_idx.x))
+        barrier()  # The tile before this one may still be read.
+        stages.start(0, scratch)
+        stages.finish(scratch)
+        for step in range(steps):
+            var stage = scratch.unsafe_offset((step & 1) * Self.STAGE)
+            var next = scratch.unsafe_offset(((step + 1) & 1) * Self.STAGE)
+            var more = step + 1 < steps
+            arrive()
+            if more:
+                stages.start((step + 1) * Self.KT, next)
+            comptime for kt in range(0, Self.KT, TILE):
+                Self._multiply(
+                    sums,
+                    stage.unsafe_offset(a_at + kt),
+                    stage.unsafe_offset(b_at + kt),
+                    lane,
+                )
+            if more:
+                stages.finish(next)
+        return sums^
+
+    @staticmethod
+    @always_inline
+    def _multiply(
+        mut sums: Self.Sums, a: Shared[Self.t], b: Shared[Self.t], lane: Int
+    ):
+        """Adds the warp's products over 16 k."""
+        var left = Array[Operand[Self.t, Self.LD, False], Self.FM](
+            fill=load_a[Self.LD](a, lane)
+        )
+        comptime for i in range(1, Self.FM):
+            left[i] = load_a[Self.LD](a.unsafe_offset(i * TILE * Self.LD), lane)
+        comptime for w in range(Self.COUNT):
+            comptime for j in range(Self.FN):
+                var right = load_b[Self.LD](
+                    b.unsafe_offset((w * Self.NT + j * TILE) * Self.LD), lane
+                )
+                comptime for i in range(Self.FM):
+                    mma16(sums[Self.index[w, i, j]()], left[i], right, lane)
+
+
+struct _Stages[
+    R: RowOffsets,
+    t: DType,
+    MT: Int,
+    NT: Int,
+    KT: Int,
+    COUNT: Int,
+    in_chunks: Bool,
+]:
+    """A block's copies of x and the weights of one tile to shared memory."""
+
+    comptime X = Staged[Self.t, Self.MT, Self.KT, Self.in_chunks]
+    comptime W = Staged[Self.t, Self.NT, Self.KT, Self.in_chunks]
+    var of: Product[Self.R, Self.t, Self.COUNT]
+    var row: Int
+    var column: Int
+    var thread: Int
+    var x: Self.X.Held
+    var w: Array[Self.W.Held, Self.COUNT]
+
+    @always_inline
+    def __init__(
+        out self,
+        of: Product[Self.R, Self.t, Self.COUNT],
+        row: Int,
+        column: Int,
+        thread: Int,
+    ):
+        self.of = of
+        self.row = row
+        self.column = column
+        self.thread = thread
+        self.x = Self.X.Held(fill=SIMD[Self.t, Self.X.CHUNK](0))
+        self.w = Array[Self.W.Held, Self.COUNT](
+            fill=Self.W.Held(fill=SIMD[Self.t, Self.W.CHUNK](0))
+        )
+
+    @always_inline
+    def start(mut self, k0: Int, to: Shared[Self.t]):
+        """Begins to copy the step at `k0` to the stage `to`."""
+        self.x = Self.X.start(
+            self.of.x,
+            self.of.rows,
+            self.row,
+            self.of.m,
+            k0,
+            self.of.k,
+            to,
+            self.thread,
+        )
+        comptime for i in range(Self.COUNT):
+            self.w[i] = Self.W.start(
+                self.of.weights[i],
+                DenseRows(self.of.k),
+                self.column,
+                self.of.n,
+                k0,
+                self.of.k,
+                to.unsafe_offset((Self.MT + i * Self.NT) * Self.W.STRIDE),
+                self.thread,
+            )
+        commit()
+
+    @always_inline
+    def finish(self, to: Shared[Self.t]):
+        """Ends the copy that `start` began."""
+        Self.X.finish(self.x, to, self.thread)
+        comptime for i in range(Self.COUNT):
+            Self.W.finish(
+                self.w[i],
+                to.unsafe_offset((Self.MT + i * Self.NT) * Self.W.STRIDE),
+                self.thread,
+            )
