@@ -21,6 +21,8 @@ KERNELS = (Path(__file__).parent.parent / "mojo" / "kernels").resolve()  # as a 
 
 _STEPS = ("call expansion failed", "function instantiation failed", "error recurses", "remaining errors")
 """Notes on the way from a caller to what failed."""
+_NO_CAUSE = "failed to run the pass manager for offload functions"
+"""An error beside the one that says why."""
 
 
 def source_hash() -> str:
@@ -74,12 +76,12 @@ def first_error(output: str) -> str:
 
     An error of an instantiation is followed by notes that lead from the caller down to what failed, which comes last.
     """
-    lines = output.splitlines() or ["no output"]
-    starts = [number for number, line in enumerate(lines) if "error:" in line]
+    lines = [line for line in output.splitlines() if _NO_CAUSE not in line] or ["no output"]
+    starts = [number for number, line in enumerate(lines) if "error:" in line.lower()]
     if not starts:
         return lines[-1]
     block = lines[starts[0] : starts[1] if len(starts) > 1 else None]
-    if block[0].lstrip().startswith("error:"):  # names no file
+    if block[0].lstrip().startswith("error:") or any(step in block[0] for step in _STEPS):  # not what failed
         notes = [line for line in block if ".mojo:" in line and not any(step in line for step in _STEPS)]
         return (notes or block)[-1 if notes else 0].replace("note:", "error:")
     return block[0]

@@ -17,6 +17,7 @@ from shipway.cli.op import op
 from shipway.cli.report import report
 from shipway.cli.routes import routes
 from shipway.cli.serve import serve
+from shipway.cli.targets import targets
 
 app = typer.Typer(
     help="Run one model through several routes, judge each against float64, time them on this machine.",
@@ -37,6 +38,7 @@ COMMANDS = (
     routes,
     check,
     op,
+    targets,
     doctor,
     report,
     cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -40,3 +41,16 @@ Weights = Annotated[
 def comma_list(text: str) -> tuple[str, ...]:
     """Splits ``"a,b"``; blanks around names are dropped."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def matching(patterns: str, names: list[str], option: str) -> list[str]:
+    """Returns those of ``names`` that a list of patterns selects, in their order.
+
+    Raises:
+        ShipwayError: A pattern selects nothing.
+    """
+    wanted = comma_list(patterns)
+    idle = [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name in names)]
+    if idle or not wanted:
+        raise ShipwayError(f"{option} {', '.join(idle) or repr(patterns)} is none of {', '.join(names)}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]

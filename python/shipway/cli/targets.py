@@ -1,0 +1,108 @@
+"""``shipway targets``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from shipway.cli.options import Json, Model, matching
+from shipway.cli.progress import progress
+from shipway.errors import ShipwayError
+from shipway.measure.result import write_json
+from shipway.model.resolve import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from shipway.targets.kernels import Variant
+
+_COMMA = re.compile(r",(?![^[]*\])")  # that is not within brackets
+
+
+def targets(
+    kernel: Annotated[
+        str, typer.Option(help="Kernels, or variants such as 'rms_norm[bf16]', separated by commas; * and ? match.")
+    ] = "*",
+    target: Annotated[str, typer.Option(help="Targets, likewise.")] = "*",
+    budgets: Annotated[
+        Path | None, typer.Option(help="TOML file of limits that kernels must keep, such as bench/budgets.toml.")
+    ] = None,
+    graph: Annotated[
+        str, typer.Option(help="Compile the decoder's whole graph for these targets instead, separated by commas.")
+    ] = "",
+    route: Annotated[str, typer.Option(help="With --graph: whose graph, mojo-graph or max-graph.")] = "mojo-graph",
+    model: Model = DEFAULT_MODEL,
+    dtype: Annotated[str, typer.Option(help="With --graph: dtype of activations and weights, f32 or bf16.")] = "bf16",
+    json: Json = None,
+) -> None:
+    """Compile every GPU kernel for every target, without a GPU, and say what came out.
+
+    Exits with 1 when a kernel does not compile, shows no matrix instructions where it must, or exceeds its budget.
+    With --graph: what one decode step launches, what was fused into each launch, and the kernels' registers.
+    """
+    if graph:
+        if (kernel, target, budgets) != ("*", "*", None):
+            raise ShipwayError("--graph takes --route, --model, --dtype and --json: kernels of a graph have no budgets")
+        _graphs(graph, route, model, dtype, json)
+    else:
+        _kernels(kernel, target, budgets, json)
+
+
+def _kernels(kernel: str, target: str, budgets: Path | None, json: Path | None) -> NoReturn:
+    from shipway.measure.targets import compile_targets, exit_code
+    from shipway.report.targets import print_targets
+    from shipway.targets.arch import ARCHS
+    from shipway.targets.budgets import read_budgets
+
+    variants = _variants(kernel)
+    archs = [ARCHS[name] for name in matching(target, list(ARCHS), "--target")]
+    limits = [] if budgets is None else read_budgets(budgets)
+    with progress() as show:
+        document = compile_targets(variants, archs, limits, show)
+    try:  # neither a file that cannot be written nor a reader that went away may lose the other
+        print_targets(document, sys.stdout)
+    finally:
+        if json is not None:
+            write_json(json, document)
+    raise typer.Exit(exit_code(document))
+
+
+def _graphs(graph: str, route: str, model: str, dtype: str, json: Path | None) -> NoReturn:
+    from shipway.measure.targets import compile_graphs
+    from shipway.model.checkpoint import open_checkpoint
+    from shipway.model.resolve import resolve
+    from shipway.report.targets import print_graphs
+    from shipway.targets.arch import ARCHS
+    from shipway.targets.graph import DECODERS
+
+    archs = [ARCHS[name] for name in matching(graph, list(ARCHS), "--graph")]
+    for option, given, known in (("--route", route, DECODERS), ("--dtype", dtype, ("f32", "bf16"))):
+        if given not in known:
+            raise ShipwayError(f"{option} {given} is none of {', '.join(known)}")
+    config = open_checkpoint(resolve(model)).config
+    with progress() as show:
+        document = compile_graphs(route, model, config, dtype, archs, show)
+    try:
+        print_graphs(document, sys.stdout)
+    finally:
+        if json is not None:
+            write_json(json, document)
+    raise typer.Exit(0)
+
+
+def _variants(patterns: str) -> list[Variant]:
+    """The variants that a list of patterns selects.
+
+    Raises:
+        ShipwayError: A pattern selects nothing.
+    """
+    from shipway.targets import kernels
+
+    found: list[Variant] = []
+    for pattern in map(str.strip, _COMMA.split(patterns)):
+        if not (selected := kernels.matching(pattern)):
+            raise ShipwayError(f"--kernel {pattern!r} is none of {', '.join(row.name for row in kernels.KERNELS)}")
+        found += selected
+    return list(dict.fromkeys(found))

@@ -1,0 +1,172 @@
+"""A whole MAX graph compiled for a target: what one execution launches, what was fused, and the kernels' figures."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shipway.artefacts import artefact, source_of
+from shipway.errors import ShipwayError
+from shipway.graphs.extension import first_error, source_hash
+from shipway.model.config import ModelConfig
+from shipway.targets import virtual_device
+from shipway.targets.arch import Arch
+from shipway.targets.figures import Usage, cubin_usages, elf_file
+from shipway.targets.virtual_device import ERROR, LAUNCHES, MEF, REQUEST, Request
+
+if TYPE_CHECKING:
+    from max.graph import DeviceRef, Graph
+
+_APIS = {"nvidia": "cuda", "amd": "hip"}
+_REPORT = "report.json"
+_CUDA, _AMDGPU = 190, 224  # ELF machines
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What became of a graph on a target.
+
+    Attributes:
+        arch: The target.
+        compile_s: Seconds its compilation took.
+        cold: Whether this call compiled it.
+        launches: What one execution launches, in order, each with what was fused into it.
+        kernels: The kernels that were compiled for it; a launch chooses among several where it depends on sizes.
+    """
+
+    arch: Arch
+    compile_s: float
+    cold: bool
+    launches: tuple[str, ...]
+    kernels: tuple[Usage, ...]
+
+
+def mojo_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
+    """Our decoder's graph."""
+    from shipway.graphs.decoder import build_decoder
+    from shipway.graphs.extension import kernels_extension
+
+    return build_decoder(config, dtype, dtype, kernels_extension(), device)
+
+
+def stock_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
+    """The decoder's graph of stock ops."""
+    from shipway.graphs.stock_decoder import build_stock_decoder
+
+    return build_stock_decoder(config, dtype, device)
+
+
+DECODERS = {"mojo-graph": mojo_decoder, "max-graph": stock_decoder}
+"""By the route that runs them."""
+
+
+def compile_decoder(
+    route: str, config: ModelConfig, dtype: str, arch: Arch, show: Callable[[str], None] = lambda line: None
+) -> GraphReport:
+    """Compiles a decoder's graph for a target; see :func:`compile_graph`."""
+    show(f"{arch.name}: compiling the graph of {route}, which takes minutes the first time")
+    build = f"{__name__}:{DECODERS[route].__name__}"
+    return compile_graph(build, (config, dtype), {"config": config.computation(), "dtype": dtype}, arch)
+
+
+def compile_graph(build: str, arguments: tuple[Any, ...], parts: Mapping[str, object], arch: Arch) -> GraphReport:
+    """Compiles a graph for a target, or takes what was kept of it.
+
+    Args:
+        build: ``"module:function"`` that returns the graph, given a device and ``arguments``.
+        arguments: Must survive pickling.
+        parts: What the graph depends on besides the sources of kernels and graphs.
+        arch: The target.
+
+    Raises:
+        ShipwayError: It does not compile: the first line of the error.
+    """
+    request = Request(build, arguments, _APIS[arch.vendor], arch.name)
+
+    def make(folder: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="shipway-graph-") as temporary:
+            work = Path(temporary)
+            (work / REQUEST).write_bytes(pickle.dumps(request))
+            command = [sys.executable, "-m", virtual_device.__name__, temporary]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                raise ShipwayError(f"{build} does not compile for {arch.name}: {_reason(work, done)}")
+            kernels = read_kernels((work / MEF).read_bytes())
+            report = {"launches": json.loads((work / LAUNCHES).read_text()), "kernels": [asdict(k) for k in kernels]}
+            (folder / _REPORT).write_text(json.dumps(report))
+
+    key = {
+        "build": build,
+        **parts,
+        "arch": arch.name,
+        "sources": source_hash(),
+        "reader": source_of(__file__, virtual_device.__file__),
+        "max": version("max"),
+    }
+    made = artefact("gpu-graphs", key, make)
+    report = json.loads((made.path / _REPORT).read_text())
+    kernels = tuple(Usage(**kernel) for kernel in report["kernels"])
+    return GraphReport(arch, made.compile_s, made.cold, tuple(report["launches"]), kernels)
+
+
+def _reason(work: Path, done: subprocess.CompletedProcess[str]) -> str:
+    """Why the program that compiles a graph failed, in one line."""
+    if not (work / ERROR).exists():
+        return f"the compiler crashed (exit code {done.returncode}): {first_error(done.stdout)}"
+    message = (work / ERROR).read_text().strip()
+    return first_error(message).strip() if "error:" in message else message.partition("\n")[0]
+
+
+def read_kernels(mef: bytes) -> list[Usage]:
+    """Returns the kernels of the cubins and code objects in a compiled graph, by name.
+
+    Raises:
+        ShipwayError: One of them cannot be read.
+        CannotRunError: A package that reads them is not installed.
+    """
+    kernels: list[Usage] = []
+    for machine, linked in _code_objects(mef):
+        kernels += _of_cubin(linked) if machine == _CUDA else _of_code_object(linked)
+    return sorted(kernels, key=lambda kernel: kernel.name)
+
+
+def _code_objects(mef: bytes) -> Iterator[tuple[int, bytes]]:
+    """Machine and content of each ELF file for a GPU."""
+    start = -1
+    while (start := mef.find(b"\x7fELF\x02", start + 1)) >= 0:
+        machine = int.from_bytes(mef[start + 18 : start + 20], "little")
+        if machine in (_CUDA, _AMDGPU):
+            file = elf_file(mef[start:])
+            ends = [s["sh_offset"] + s["sh_size"] for s in file.iter_sections() if s["sh_type"] != "SHT_NOBITS"]
+            ends += [file[f"e_{of}off"] + file[f"e_{of}num"] * file[f"e_{of}entsize"] for of in ("sh", "ph")]
+            yield machine, mef[start : start + max(ends)]
+
+
+def _of_cubin(linked: bytes) -> list[Usage]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(linked)
+        file.flush()
+        return cubin_usages(Path(file.name))
+
+
+def _of_code_object(linked: bytes) -> list[Usage]:
+    from msgspec import msgpack  # comes with MAX
+
+    notes = [
+        note
+        for section in elf_file(linked).iter_sections()
+        if section["sh_type"] == "SHT_NOTE"
+        for note in section.iter_notes()
+        if note["n_name"] == "AMDGPU"
+    ]
+    rows = [row for note in notes for row in msgpack.decode(note["n_descdata"]).get("amdhsa.kernels", [])]
+    needed = (".name", ".vgpr_count", ".private_segment_fixed_size", ".group_segment_fixed_size")
+    return [Usage(*(row[key] for key in needed)) for row in rows]
