@@ -1,0 +1,99 @@
+"""The matrix ops by their Mojo GPU kernels on a simulated GPU, arguments as in ``shipway.signature``.
+
+Outputs and what lies between two kernels are filled with NaN before the launch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import torch
+
+from shipway.simt.device import Device
+from shipway.simt.row_ops import DTYPES, GRID, unwritten
+
+BATCHES = (1, 4, 8)
+"""Rows of x for which there are GEMV kernels; more rows go to a GEMM."""
+FEW_ROWS = 32
+"""Up to this many rows the GEMM has tiles of 16 rows, else of 64."""
+
+
+def linear(device: Device, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """``x @ w^T`` float32."""
+    return _linear(device, x, w, len(x))
+
+
+def linear_residual(device: Device, x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """``residual + x @ w^T`` float32."""
+    return _linear(device, x, w, len(x), residual=residual)
+
+
+def lm_head(device: Device, x: torch.Tensor, w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``x[rows] @ w^T`` float32."""
+    return _linear(device, x, w, len(rows), rows=rows)
+
+
+def gate_up_silu(device: Device, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(x @ gate^T) * (x @ up^T)`` in the dtype of x."""
+    out = unwritten(len(x), len(gate), dtype=x.dtype)
+    word, sizes = DTYPES[x.dtype], (len(x), *gate.shape)
+    kernel, shape = _kernel(word, len(x))
+    if kernel == "gemv":
+        no_scales, no_zeros = _unread()
+        weights = [gate, no_scales, no_zeros, up, no_scales, no_zeros]
+    else:
+        weights = [gate, up]
+    device.launch(f"gate_up_silu_{kernel}", shape, GRID, [out, x, *weights, *sizes])
+    return out
+
+
+def mlp(
+    device: Device, x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
+    """``residual + (silu(x @ gate^T) * (x @ up^T)) @ down^T`` float32."""
+    return linear_residual(device, gate_up_silu(device, x, gate, up), down, residual)
+
+
+def qkv(device: Device, x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor) -> torch.Tensor:
+    """``x @ wq^T``, ``x @ wk^T`` and ``x @ wv^T`` side by side: ``[T, Nq + 2 Nk]`` float32."""
+    out = unwritten(len(x), len(wq) + 2 * len(wk), dtype=torch.float32)
+    kernel, shape = _kernel(DTYPES[x.dtype], len(x))
+    if kernel == "gemv":
+        no_scales, no_zeros = _unread()
+        weights = [argument for w in (wq, wk, wv) for argument in (w, no_scales, no_zeros)]
+    else:
+        weights = [wq, wk, wv]
+    device.launch(f"qkv_{kernel}", shape, GRID, [out, x, *weights, len(x), len(wq), *wk.shape])
+    return out
+
+
+def _linear(
+    device: Device,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    count: int,
+    *,
+    residual: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = unwritten(count, len(w), dtype=torch.float32)
+    kernel, shape = _kernel(DTYPES[x.dtype], count)
+    no_scales, no_zeros = _unread()
+    weights = [w, no_scales, no_zeros] if kernel == "gemv" else [w]
+    added = torch.empty(0) if residual is None else residual
+    chosen = torch.empty(0, dtype=torch.int32) if rows is None else rows
+    flags = (str(int(residual is not None)), str(int(rows is not None)))
+    device.launch(f"linear_{kernel}", (*shape, *flags), GRID, [out, x, *weights, added, chosen, count, *w.shape])
+    return out
+
+
+def _kernel(act: str, rows: int) -> tuple[str, tuple[str, ...]]:
+    """Returns the kernel for so many rows of x, ``"gemv"`` or ``"gemm"``, and its parameters but flags."""
+    if rows <= BATCHES[-1]:
+        return "gemv", (act, act, str(BATCHES[bisect_left(BATCHES, rows)]))
+    return "gemm", (act, "16" if rows <= FEW_ROWS else "64")
+
+
+def _unread() -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points of weights that have none."""
+    return torch.empty(0, dtype=torch.float16), torch.empty(0, dtype=torch.uint8)

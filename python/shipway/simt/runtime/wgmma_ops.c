@@ -1,0 +1,133 @@
+// Hopper's asynchronous products of a warpgroup (128 lanes): D (64 x columns) = A (64 x 16) B (16 x columns) + D, B and
+// perhaps A in shared memory behind descriptors. The result is there at once; what the product reads counts as being
+// read until its group is waited for.
+#include "simt.h"
+#include <stdlib.h>
+#include <string.h>
+
+enum { ROWS = 64, DEPTH = 16, MOST_COLUMNS = 256 };
+
+// The arguments as shipway.simt.wgmma orders them.
+typedef struct {
+  int64_t columns;
+  uint64_t b, a;  // descriptors
+  int32_t scale_d, scale_a, scale_b, transposed_a, transposed_b;
+  uint32_t a_registers[4];
+  float d[];
+} Arguments;
+
+struct Product {
+  uint64_t a, b;
+  int columns, transposed_a, transposed_b, from_shared, group;
+  uint32_t site;
+  Product *next;
+};
+
+// Address of element (mn, k): bits of the descriptor and canonical layouts of 16-bit types. A transposed matrix is
+// contiguous along M or N, else along K. Swizzling exchanges 16-byte units by the bits above 128 bytes.
+static char *element(uint64_t descriptor, int transposed, int mn, int k) {
+  int64_t start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4;
+  int64_t stride = (descriptor >> 32 & 0x3FFF) << 4;
+  static const int units[] = {1, 8, 4, 2};  // 16-byte units of a row, without swizzle and with that of 128, 64, 32 bytes
+  int row = units[descriptor >> 62], at;
+  if (!transposed) {
+    at = mn / 8 * stride + mn % 8 * 16 * row + k % 8 * 2;
+    at += row == 1 ? k / 8 * leading : k / 8 * 16;
+  } else if (row == 1) {
+    at = mn % 8 * 2 + mn / 8 * stride + k % 8 * 16 + k / 8 * leading;
+  } else {
+    at = mn % 8 * 2 + mn / 8 % row * 16 + mn / 8 / row * leading + k % 8 * 16 * row + k / 8 * stride;
+  }
+  int64_t place = start + at;
+  place ^= place >> 3 & 16 * (row - 1);
+  return launch->shared + place;
+}
+
+// Checks the reads of one operand, 16 bytes at a time.
+static void read_operand(uint64_t descriptor, int transposed, int mns, uint32_t site, int pending) {
+  for (int mn = 0; mn < mns; mn += transposed ? 8 : 1)
+    for (int k = 0; k < DEPTH; k += transposed ? 1 : 8) {
+      char *at = element(descriptor, transposed, mn, k);
+      checked(at, 16, 0, 16, site, pending ? PENDING : 0);
+      if (pending) through_proxy(at, 16, site);
+    }
+}
+static void read_product(const Product *product, int pending) {
+  if (product->from_shared) read_operand(product->a, product->transposed_a, ROWS, product->site, pending);
+  read_operand(product->b, product->transposed_b, product->columns, product->site, pending);
+}
+
+static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
+  static float a[ROWS][DEPTH], b[DEPTH][MOST_COLUMNS];
+  Arguments *first = (Arguments *)lanes[0]->arguments;
+  int columns = first->columns;
+  for (int i = 0; i < 128; i++)
+    if (!lanes[i]->product_fence) {
+      current = lanes[i];
+      report(RACE, lanes[i]->site, 0, "asynchronous product without a wgmma.fence before it");
+      leave();
+    }
+  current = lanes[0];
+  if (launch->check) {
+    Product *product = malloc(sizeof *product);
+    *product = (Product){first->a,    first->b, columns, first->transposed_a, first->transposed_b, from_shared, current->product_groups,
+                         current->site, current->products};
+    current->products = product;
+    read_product(product, 1);
+  }
+  for (int row = 0; row < ROWS && from_shared; row++)
+    for (int k = 0; k < DEPTH; k++) a[row][k] = value(*(uint16_t *)element(first->a, first->transposed_a, row, k));
+  for (int t = 0; t < 128 && !from_shared; t++) {
+    uint16_t *held = (uint16_t *)((Arguments *)lanes[t]->arguments)->a_registers;
+    for (int i = 0; i < 8; i++) a[t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2)][t % 4 * 2 + i % 2 + 8 * (i / 4)] = value(held[i]);
+  }
+  for (int k = 0; k < DEPTH; k++)
+    for (int column = 0; column < columns; column++)
+      b[k][column] = value(*(uint16_t *)element(first->b, first->transposed_b, column, k));
+  for (int t = 0; t < 128; t++) {
+    Arguments *mine = (Arguments *)lanes[t]->arguments;
+    for (int i = 0; i < columns / 2; i++) {
+      int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + t % 4 * 2 + i % 2;
+      float sum = mine->scale_d ? mine->d[i] : 0;
+      for (int k = 0; k < DEPTH; k++) sum += mine->scale_a * a[row][k] * (mine->scale_b * b[k][column]);
+      (&RESULT(float, lanes[t]))[i] = sum;
+    }
+  }
+}
+void wgmma_bf16(Lane **lanes, int count) { (void)count, multiply(lanes, 1, bf16); }
+void wgmma_f16(Lane **lanes, int count) { (void)count, multiply(lanes, 1, f16); }
+void wgmma_registers_bf16(Lane **lanes, int count) { (void)count, multiply(lanes, 0, bf16); }
+
+void wgmma_fence(Lane **lanes, int count) {
+  for (int i = 0; i < count; i++) lanes[i]->product_fence = 1;
+}
+void wgmma_commit(Lane **lanes, int count) { (void)count, lanes[0]->product_groups++; }
+void wgmma_wait(Lane **lanes, int count) {
+  (void)count;
+  current = lanes[0];
+  int left = ARGUMENT(int64_t, current, 0);
+  for (Product **at = &current->products; *at;) {
+    Product *product = *at;
+    if (product->group >= current->product_groups - left) {
+      at = &product->next;
+      continue;
+    }
+    read_product(product, 0);
+    *at = product->next;
+    free(product);
+  }
+}
+void products_drop(Lane *lane) {
+  while (lane->products) {
+    Product *product = lane->products;
+    lane->products = product->next;
+    free(product);
+  }
+}
+
+// What a thread has written before is seen by products of its block once a barrier has passed, or by its own.
+void proxy_fence(Lane **lanes, int count) {
+  (void)count;
+  lanes[0]->proxied = ++lanes[0]->now.clock;
+  lanes[0]->proxy_view = lanes[0]->view;
+}

@@ -1,0 +1,61 @@
+"""The Mojo GPU kernels as rows of the catalogue: the properties and traps of every op, on simulated targets.
+
+CI takes every op on one target, and the two that use most of a target on one of the other vendor, in bf16; ``-m slow``
+all targets and dtypes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from shipway.numerics.campaign import FEWEST, Plan, chosen, run_line
+from shipway.ops.catalogue import OPS
+from shipway.ops.implementations import SIMULATED
+from shipway.ops.op import Implementation, Op
+from shipway.report.checks import reproducer
+from shipway.targets.kernels import KERNELS
+
+LINES = [(op, row, dtype) for op, row, dtype in chosen(list(OPS), [], []) if row.simulated]
+IN_CI = {f"{op}-mojo@sm_90a-bf16" for op in OPS} | {f"{op}-mojo@gfx942-bf16" for op in ("linear", "attention_prefill")}
+HEAD_DIM = 64
+MANY = 60  # cases of each property in the long profile
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+def name_of(line: tuple[Op, Implementation, str]) -> str:
+    op, row, dtype = line
+    return f"{op.name}-{row.name}-{dtype}"
+
+
+def assert_holds(op: Op, row: Implementation, dtype: str, plan: Plan) -> None:
+    line = run_line(op, row, dtype, plan)
+    if line.verdict == "not run":
+        pytest.skip(line.reason)
+    assert not line.failures, "\n".join(
+        f"{failure.property}: {failure.reason}\n{reproducer(asdict(line), asdict(failure))}"
+        for failure in line.failures
+    )
+    assert line.examples >= FEWEST
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if (line[1].name, line[0].name, line[2]) in IN_CI], ids=name_of
+)
+def test_properties_hold(line: tuple[Op, Implementation, str]) -> None:
+    assert_holds(*line, Plan(examples=1, head_dims=(HEAD_DIM,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES, ids=name_of)
+def test_properties_hold_over_many_cases(line: tuple[Op, Implementation, str]) -> None:
+    assert_holds(*line, Plan(examples=MANY))
+
+
+def test_every_op_that_has_gpu_kernels_has_a_row_on_every_simulated_target() -> None:
+    launched = {op for kernel in KERNELS for op in kernel.ops}
+    assert {(op.name, row.name) for op, row, _ in LINES} == {
+        (op, f"mojo@{target}") for op in launched for target in SIMULATED
+    }
