@@ -204,6 +204,47 @@ def op_lines(path: Path, document: dict[str, Any]) -> str:
     )
 
 
+def targets_lines(path: Path, document: dict[str, Any]) -> str:
+    """Returns the most registers of every GPU kernel on every target, from ``shipway targets``."""
+    entries = document["entries"]
+    names, targets = (list(dict.fromkeys(entry[key] for entry in entries)) for key in ("kernel", "target"))
+    compiled = [entry for entry in entries if entry["figures"] is not None]
+    spills, scalars = (sum(e["figures"][key] > 0 for e in compiled) for key in ("spills", "scalar_spills"))
+
+    def most(kernel: str, target: str) -> str:
+        found = [e["figures"]["registers"] for e in compiled if (e["kernel"], e["target"]) == (kernel, target)]
+        return str(max(found)) if found else "-"
+
+    return "\n".join(
+        [
+            f"**Compiled, not run**: {len(compiled)} of {len(entries)} kernels for {len(targets)} GPU targets compile,"
+            f" revision {revision(document)} ([{path.name}](bench/results/{path.name})): {spills} spill to memory,"
+            f" {scalars} move scalar registers to vector ones, {len(document['exceeded'])} limits of"
+            " bench/budgets.toml missed. Most registers of a kernel's variants:",
+            "",
+            "| kernel | " + " | ".join(targets) + " |",
+            "|" + "---|" * (len(targets) + 1),
+            *(f"| `{name}` | " + " | ".join(most(name, target) for target in targets) + " |" for name in names),
+            "",
+        ]
+    )
+
+
+def graph_lines(path: Path, document: dict[str, Any]) -> str:
+    """Returns what a step of the decoder's graph launches on each GPU target, from ``shipway targets --graph``."""
+    parts = [
+        f"{graph['target']}: {', '.join(f'`{launch}`' for launch in graph['launches'])}, made of"
+        f" {len(graph['kernels'])} kernels"
+        for graph in document["graphs"]
+    ]
+    return (
+        f"**Launched by one step** of {document['route']}'s graph of {document['model']} in {document['dtype']},"
+        f" compiled for GPUs that are not there, revision {revision(document)}"
+        f" ([{path.name}](bench/results/{path.name})):"
+        f" {'; '.join(parts)}.\n"
+    )
+
+
 OTHERS = {
     "bench-serve": serve_lines,
     "check": check_lines,
@@ -211,6 +252,8 @@ OTHERS = {
     "interop-overhead": interop_lines,
     "load-time": load_lines,
     "op": op_lines,
+    "targets": targets_lines,
+    "targets-graph": graph_lines,
 }
 
 

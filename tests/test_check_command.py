@@ -20,6 +20,7 @@ from shipway.measure.checks import lines_exit_code, mutants_exit_code
 from shipway.numerics import isolated
 from shipway.numerics.campaign import Failure, Line, Plan
 from shipway.numerics.isolated import POISON, run_lines
+from shipway.ops.implementations import SIMULATED
 from shipway.report.checks import print_lines, print_mutants
 
 PASSED = Line("linear", "torch", "f32", "PASS", False, "handled", 40, 0, 1.5, 1e-14)
@@ -122,10 +123,28 @@ def test_memory_of_a_campaign_is_full_of_large_numbers() -> None:
     assert not POISON.keys() & os.environ.keys()
 
 
-def test_a_failure_prints_the_command_that_runs_it_again() -> None:
+def test_a_failure_prints_the_command_that_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = "check --op linear --impl mojo --dtype f32 --case 'T=2 N=1 K=9 seed=3'"
+    monkeypatch.delenv("SHIPWAY_DEV", raising=False)
     out = printed(PASSED, BROKEN)
-    assert "shipway check --op linear --impl mojo --dtype f32 --case 'T=2 N=1 K=9 seed=3'" in out
+    assert f" shipway {again}" in out
     assert "1 PASS, 1 FAIL" in out
+    monkeypatch.setenv("SHIPWAY_DEV", "1")  # under ./dev
+    assert f" ./dev {again}" in printed(BROKEN)
+
+
+def test_without_impl_only_what_runs_on_this_machine_is_checked(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    asked: list[isolated.Task] = []
+
+    def remember(todo: list[isolated.Task], plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
+        asked[:] = todo
+        yield PASSED
+
+    monkeypatch.setattr(checks, "run_lines", remember)
+    run("check", "--op", "greedy", "--dtype", "f32")
+    assert [row for _, row, _ in asked] == ["torch", "mojo", "max", "jax", "tvm"]
+    run("check", "--op", "greedy", "--dtype", "f32", "--impl", "mojo@*")
+    assert [row for _, row, _ in asked] == [f"mojo@{target}" for target in SIMULATED]
 
 
 def test_what_did_not_run_says_why_and_has_no_figures() -> None:

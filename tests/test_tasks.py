@@ -122,7 +122,7 @@ def test_unknown_task_is_one_line_and_installs_nothing(checkout: Checkout) -> No
 def test_second_start_installs_nothing(checkout: Checkout) -> None:
     checkout.dev("bench")
     assert checkout.pip_calls()[0][3:] == ["install", "--upgrade", "pip"]
-    assert checkout.pip_calls()[1][3:] == ["install", "--editable", ".[xla,tvm]"]
+    assert checkout.pip_calls()[1][3:] == ["install", "--editable", ".[xla,tvm,targets,simt]"]
     checkout.dev("bench")
     assert checkout.pip_calls() == []
 
@@ -130,7 +130,7 @@ def test_second_start_installs_nothing(checkout: Checkout) -> None:
 def test_testing_tasks_add_their_tools_and_product_tasks_keep_them(checkout: Checkout) -> None:
     checkout.dev("bench")
     checkout.dev("test")
-    assert checkout.pip_calls()[1][-1] == ".[xla,tvm,test,dev]"
+    assert checkout.pip_calls()[1][-1] == ".[xla,tvm,targets,simt,test,dev]"
     checkout.dev("bench")
     assert checkout.pip_calls() == []
 

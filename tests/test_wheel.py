@@ -79,7 +79,7 @@ def run(python: Path, *arguments: str, **added: str) -> subprocess.CompletedProc
 def test_wheel_holds_modules_kernels_and_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = tracked("python/shipway", ".py") | tracked("graphs", ".py") | tracked("mojo", ".mojo")
-    wanted |= tracked("python/shipway/data", "")
+    wanted |= tracked("python/shipway/data", "") | tracked("python/shipway/simt", "")
     assert wanted <= names, f"missing: {sorted(wanted - names)}"
     assert any(PurePosixPath(name).match("shipway/mojo/**/*.mojo") for name in wanted)
     assert any(name.startswith("shipway/graphs/") for name in wanted)

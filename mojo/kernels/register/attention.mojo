@@ -12,25 +12,23 @@ from kernels.register.kv_cache import check_sequences, contiguous, paged
 from kernels.workers import fork, worker_count
 
 
-def attention_tiles[
+def check_attention[
     D: Int
 ](
     op: StaticString,
     cached: CacheShape,
-    tokens: Int,
     heads: Int,
     offsets: InputTensor[dtype=DType.int32, rank=1, ...],
     start: InputTensor[dtype=DType.int32, rank=1, ...],
     layer: Int32,
     window: Int32,
-) raises -> AttentionTiles:
-    """Checks a batch of `tokens` rows against the cache; returns its tiles."""
-    var b = start.dim_size(0)
+) raises:
+    """Raises unless queries and a batch have shapes that fit the cache."""
     if (
         cached.head_dim != D
         or heads % cached.kv_heads != 0
-        or offsets.dim_size(0) != b + 1
-        or b > cached.sequences
+        or offsets.dim_size(0) != start.dim_size(0) + 1
+        or start.dim_size(0) > cached.sequences
         or layer < 0
         or Int(layer) >= cached.layers
         or window < 0
@@ -54,13 +52,29 @@ def attention_tiles[
             ", window ",
             window,
         )
+
+
+def attention_tiles[
+    D: Int
+](
+    op: StaticString,
+    cached: CacheShape,
+    tokens: Int,
+    heads: Int,
+    offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+    start: InputTensor[dtype=DType.int32, rank=1, ...],
+    layer: Int32,
+    window: Int32,
+) raises -> AttentionTiles:
+    """Checks a batch of `tokens` rows against the cache; returns its tiles."""
+    check_attention[D](op, cached, heads, offsets, start, layer, window)
     # A row before position 0 sees no key, and is 0: what the rows of a query
     # longer than its keys are, masks being aligned bottom-right.
     check_sequences(
         op,
         offsets.unsafe_ptr(),
         start.unsafe_ptr(),
-        b,
+        start.dim_size(0),
         tokens,
         cached.capacity,
         cached.capacity,
@@ -69,7 +83,7 @@ def attention_tiles[
     return AttentionTiles(
         offsets.unsafe_ptr(),
         start.unsafe_ptr(),
-        b,
+        start.dim_size(0),
         heads,
         cached.kv_heads,
         D,

@@ -27,12 +27,79 @@ comptime MATRICES = 7
 
 
 @fieldwise_init
-struct Matrix[t: DType, origin: ImmOrigin](ImplicitlyCopyable, Movable):
-    """A weight matrix `[rows, columns]`."""
+struct LayerVectors(ImplicitlyCopyable, Movable):
+    """Where a layer's vectors lie in the list of all: both norms of K, biases
+    of q, k, v, norms of q and k."""
 
-    var data: Pointer[Scalar[Self.t], Self.origin]
-    var rows: Int
-    var columns: Int
+    var bias_q: Int
+    var bias_k: Int
+    var bias_v: Int
+    var norm_q: Int
+    var norm_k: Int
+    var size: Int
+
+    @staticmethod
+    def of[
+        D: Int, has_bias: Bool, has_norm: Bool
+    ](k: Int, q_size: Int, kv_size: Int) -> Self:
+        """The layout for hidden size k and q and kv projections' rows."""
+        var bias_q = 2 * k
+        var bias_k = bias_q + (q_size if has_bias else 0)
+        var bias_v = bias_k + (kv_size if has_bias else 0)
+        var norm_q = bias_v + (kv_size if has_bias else 0)
+        var norm_k = norm_q + (D if has_norm else 0)
+        return {
+            bias_q,
+            bias_k,
+            bias_v,
+            norm_q,
+            norm_k,
+            norm_k + (D if has_norm else 0),
+        }
+
+
+def check_layers[
+    matrix_count: Int
+](
+    m: Int,
+    k: Int,
+    matrices: InputVariadicTensors[rank=2, size=matrix_count, ...],
+    vectors: Int,
+    vector_size: Int,
+    windows: Int,
+) raises:
+    """Raises unless every layer has its matrices, vectors and window."""
+    comptime NAME = StaticString("decoder_layers")
+    comptime LAYERS = matrix_count // MATRICES
+    comptime assert LAYERS > 0 and matrix_count == LAYERS * MATRICES
+    if vectors != LAYERS * vector_size:
+        raise Error(
+            NAME,
+            ": ",
+            LAYERS,
+            " layers have vectors of ",
+            vector_size,
+            " elements, not ",
+            vectors,
+            " in all",
+        )
+    if windows != LAYERS:
+        raise Error(NAME, ": ", windows, " windows for ", LAYERS)
+    var q_size = matrices[0].dim_size(0)
+    var kv_size = matrices[1].dim_size(0)
+    var n = matrices[4].dim_size(0)
+    comptime for i in range(matrix_count):
+        comptime j = i % MATRICES
+        check_linear(
+            NAME,
+            q_size if j == 3 else (n if j == 6 else k),
+            matrices[i].dim_size(1),
+            m,
+            matrices[i].dim_size(0),
+            m,
+            q_size if j
+            == 0 else (kv_size if j < 3 else (n if j == 4 or j == 5 else k)),
+        )
 
 
 def decoder_layers[
@@ -85,7 +152,6 @@ def decoder_layers[
     """
     comptime NAME = StaticString("decoder_layers")
     comptime LAYERS = matrix_count // MATRICES
-    comptime assert LAYERS > 0 and matrix_count == LAYERS * MATRICES
     var m = x.dim_size(0)
     var k = x.dim_size(1)
     var q_size = matrices[0].dim_size(0)
@@ -103,27 +169,12 @@ def decoder_layers[
         start,
         first + Int32(LAYERS - 1),
     )
-    # A layer's vectors: both norms of K, biases of q, k, v, norms of q and k.
-    var kv_size = matrices[1].dim_size(0)
-    var bias_q = 2 * k
-    var bias_k = bias_q + (q_size if has_bias else 0)
-    var bias_v = bias_k + (kv_size if has_bias else 0)
-    var norm_q = bias_v + (kv_size if has_bias else 0)
-    var norm_k = norm_q + (D if has_norm else 0)
-    var vector_size = norm_k + (D if has_norm else 0)
-    if vectors.dim_size(0) != LAYERS * vector_size:
-        raise Error(
-            NAME,
-            ": ",
-            LAYERS,
-            " layers have vectors of ",
-            vector_size,
-            " elements, not ",
-            vectors.dim_size(0),
-            " in all",
-        )
-    if windows.dim_size(0) != LAYERS:
-        raise Error(NAME, ": ", windows.dim_size(0), " windows for ", LAYERS)
+    var at_vector = LayerVectors.of[D, has_bias, has_norm](
+        k, q_size, matrices[1].dim_size(0)
+    )
+    check_layers[matrix_count](
+        m, k, matrices, vectors.dim_size(0), at_vector.size, windows.dim_size(0)
+    )
     var heads = List[AttentionTiles](capacity=LAYERS)
     var partials = 0
     for layer in range(LAYERS):
@@ -140,27 +191,11 @@ def decoder_layers[
             )
         )
         partials = max(partials, heads[layer].partials)
-    var matrix = List[Matrix[wt, ImmUnsafeAnyOrigin]](capacity=matrix_count)
+    var matrix = List[Pointer[Scalar[wt], ImmUnsafeAnyOrigin]](
+        capacity=matrix_count
+    )
     comptime for i in range(matrix_count):
-        matrix.append(
-            Matrix(
-                matrices[i].unsafe_ptr(),
-                matrices[i].dim_size(0),
-                matrices[i].dim_size(1),
-            )
-        )
-    for i in range(matrix_count):
-        var j = i % MATRICES
-        check_linear(
-            NAME,
-            q_size if j == 3 else (n if j == 6 else k),
-            matrix[i].columns,
-            m,
-            matrix[i].rows,
-            m,
-            q_size if j
-            == 0 else (kv_size if j < 3 else (n if j == 4 or j == 5 else k)),
-        )
+        matrix.append(matrices[i].unsafe_ptr())
 
     var out_tiles = LinearTiles(m, k, q_size, size_of[act]())
     var gate_tiles = LinearTiles(m, n, k, size_of[act]())
@@ -192,7 +227,7 @@ def decoder_layers[
         var unused = Int32(0)
         for layer in range(LAYERS):
             var w = matrix.unsafe_ptr().unsafe_offset(layer * MATRICES)
-            var v = vectors_.unsafe_offset(layer * vector_size)
+            var v = vectors_.unsafe_offset(layer * at_vector.size)
             var from_ = x_ if layer == 0 else out
             if layer > 0:
                 team.wait(phase)
@@ -202,14 +237,14 @@ def decoder_layers[
                 q_,
                 cache,
                 normed_,
-                w[unsafe_offset=0].data,
-                w[unsafe_offset=1].data,
-                w[unsafe_offset=2].data,
-                v.unsafe_offset(bias_q),
-                v.unsafe_offset(bias_k),
-                v.unsafe_offset(bias_v),
-                v.unsafe_offset(norm_q),
-                v.unsafe_offset(norm_k),
+                w[unsafe_offset=0],
+                w[unsafe_offset=1],
+                w[unsafe_offset=2],
+                v.unsafe_offset(at_vector.bias_q),
+                v.unsafe_offset(at_vector.bias_k),
+                v.unsafe_offset(at_vector.bias_v),
+                v.unsafe_offset(at_vector.norm_q),
+                v.unsafe_offset(at_vector.norm_k),
                 eps,
                 table_,
                 offsets_,
@@ -242,7 +277,7 @@ def decoder_layers[
             linear_share[True, False](
                 middle_,
                 attended_,
-                w[unsafe_offset=3].data,
+                w[unsafe_offset=3],
                 from_,
                 Pointer(to=unused),
                 out_tiles,
@@ -257,8 +292,8 @@ def decoder_layers[
             gate_up_silu_share(
                 gated_,
                 normed_,
-                w[unsafe_offset=4].data,
-                w[unsafe_offset=5].data,
+                w[unsafe_offset=4],
+                w[unsafe_offset=5],
                 gate_tiles,
                 worker,
                 members,
@@ -267,7 +302,7 @@ def decoder_layers[
             linear_share[True, False](
                 out,
                 gated_,
-                w[unsafe_offset=6].data,
+                w[unsafe_offset=6],
                 middle_,
                 Pointer(to=unused),
                 down_tiles,

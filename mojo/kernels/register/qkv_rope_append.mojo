@@ -13,7 +13,7 @@ from kernels.register.kv_cache import check_sequences, contiguous, paged
 from kernels.workers import fork, worker_count
 
 
-def qkv_tiles[
+def check_qkv[
     head_dim: Int
 ](
     op: StaticString,
@@ -27,18 +27,9 @@ def qkv_tiles[
     offsets: InputTensor[dtype=DType.int32, rank=1, ...],
     start: InputTensor[dtype=DType.int32, rank=1, ...],
     layer: Int32,
-) raises -> QKVTiles:
-    """Checks weights and a batch of `tokens` rows of k elements against the
-    cache; returns the tiles."""
-    var tiles = QKVTiles(
-        tokens,
-        wq.dim_size(0) // head_dim,
-        cached.kv_heads,
-        head_dim,
-        table.dim_size(1),
-        k,
-    )
-    var b = start.dim_size(0)
+) raises:
+    """Raises unless the shapes of weights and of a batch of `tokens` rows of k
+    elements agree with the cache."""
     var q_rows = wq.dim_size(0)
     var kv_rows = cached.kv_heads * head_dim
     if (
@@ -49,9 +40,9 @@ def qkv_tiles[
         or wq.dim_size(1) != k
         or wk.dim_size(1) != k
         or wv.dim_size(1) != k
-        or tiles.rotary_dim > head_dim
-        or offsets.dim_size(0) != b + 1
-        or b > cached.sequences
+        or table.dim_size(1) > head_dim
+        or offsets.dim_size(0) != start.dim_size(0) + 1
+        or start.dim_size(0) > cached.sequences
         or layer < 0
         or Int(layer) >= cached.layers
     ):
@@ -71,17 +62,74 @@ def qkv_tiles[
             cached.head_dim,
             " do not agree",
         )
+
+
+def check_vectors[
+    head_dim: Int, has_bias: Bool, has_norm: Bool
+](
+    wq: InputTensor[rank=2, ...],
+    wk: InputTensor[rank=2, ...],
+    bias_q: InputTensor[dtype=F32, rank=1, ...],
+    bias_k: InputTensor[dtype=F32, rank=1, ...],
+    bias_v: InputTensor[dtype=F32, rank=1, ...],
+    norm_q: InputTensor[dtype=F32, rank=1, ...],
+    norm_k: InputTensor[dtype=F32, rank=1, ...],
+) raises:
+    """Raises unless the biases and norms that are used have their lengths."""
+    comptime if has_bias:
+        if (
+            bias_q.dim_size(0) != wq.dim_size(0)
+            or bias_k.dim_size(0) != wk.dim_size(0)
+            or bias_v.dim_size(0) != wk.dim_size(0)
+        ):
+            raise Error(
+                "qkv_rope_append: biases do not have the rows of wq, wk and wv"
+            )
+    comptime if has_norm:
+        if norm_q.dim_size(0) != head_dim or norm_k.dim_size(0) != head_dim:
+            raise Error(
+                "qkv_rope_append: q and k norms do not have head_dim ", head_dim
+            )
+
+
+def qkv_tiles[
+    head_dim: Int
+](
+    op: StaticString,
+    cached: CacheShape,
+    tokens: Int,
+    k: Int,
+    wq: InputTensor[rank=2, ...],
+    wk: InputTensor[rank=2, ...],
+    wv: InputTensor[rank=2, ...],
+    table: InputTensor[dtype=F32, rank=2, ...],
+    offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+    start: InputTensor[dtype=DType.int32, rank=1, ...],
+    layer: Int32,
+) raises -> QKVTiles:
+    """Checks weights and a batch of `tokens` rows of k elements against the
+    cache; returns the tiles."""
+    check_qkv[head_dim](
+        op, cached, tokens, k, wq, wk, wv, table, offsets, start, layer
+    )
     check_sequences(
         op,
         offsets.unsafe_ptr(),
         start.unsafe_ptr(),
-        b,
+        start.dim_size(0),
         tokens,
         cached.capacity,
         table.dim_size(0),
         0,
     )
-    return tiles
+    return QKVTiles(
+        tokens,
+        wq.dim_size(0) // head_dim,
+        cached.kv_heads,
+        head_dim,
+        table.dim_size(1),
+        k,
+    )
 
 
 def qkv_rope_append[
@@ -130,20 +178,9 @@ def qkv_rope_append[
         start,
         layer,
     )
-    comptime if has_bias:
-        if (
-            bias_q.dim_size(0) != wq.dim_size(0)
-            or bias_k.dim_size(0) != wk.dim_size(0)
-            or bias_v.dim_size(0) != wk.dim_size(0)
-        ):
-            raise Error(
-                "qkv_rope_append: biases do not have the rows of wq, wk and wv"
-            )
-    comptime if has_norm:
-        if norm_q.dim_size(0) != head_dim or norm_k.dim_size(0) != head_dim:
-            raise Error(
-                "qkv_rope_append: q and k norms do not have head_dim ", head_dim
-            )
+    check_vectors[head_dim, has_bias, has_norm](
+        wq, wk, bias_q, bias_k, bias_v, norm_q, norm_k
+    )
     var out = output.unsafe_ptr()
     var xp = x.unsafe_ptr()
     var wqp = wq.unsafe_ptr()

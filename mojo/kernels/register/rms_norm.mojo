@@ -7,6 +7,14 @@ from kernels.rms_norm import rms_norm_share
 from kernels.workers import fork, worker_count
 
 
+def check_norm(n: Int, weights: Int) raises:
+    """Raises unless rows of n elements have a weight each."""
+    if weights != n:
+        raise Error(
+            "rms_norm: weight has ", weights, " elements, rows have ", n
+        )
+
+
 @extensibility.register("rms_norm")
 struct RMSNorm:
     """Computes out[T, K] = x / sqrt(mean(x^2) + eps) * weight."""
@@ -23,13 +31,7 @@ struct RMSNorm:
     ) raises:
         var rows = x.dim_size(0)
         var n = x.dim_size(1)
-        if weight.dim_size(0) != n:
-            raise Error(
-                "rms_norm: weight has ",
-                weight.dim_size(0),
-                " elements, rows have ",
-                n,
-            )
+        check_norm(n, weight.dim_size(0))
         var out = output.unsafe_ptr()
         var xp = x.unsafe_ptr()
         var wp = weight.unsafe_ptr()

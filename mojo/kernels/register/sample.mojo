@@ -10,6 +10,42 @@ comptime WORK = 64
 """Multiply-adds that a logit's exponential and its passes cost."""
 
 
+def check_sample(
+    numbers: Int,
+    rows: Int,
+    width: Int,
+    temperature: Float32,
+    top_k: Int32,
+    top_p: Float32,
+    vocab: Int32,
+) raises:
+    """Raises unless there is a number per row and the options are in range."""
+    if (
+        numbers != rows
+        or vocab < 1
+        or Int(vocab) > width
+        or top_k < 0
+        or not temperature > 0
+        or not (top_p > 0 and top_p <= 1)
+    ):
+        raise Error(
+            "sample: ",
+            numbers,
+            " numbers for ",
+            rows,
+            " rows of ",
+            width,
+            ", vocabulary ",
+            vocab,
+            ", temperature ",
+            temperature,
+            ", top_k ",
+            top_k,
+            ", top_p ",
+            top_p,
+        )
+
+
 @extensibility.register("sample")
 struct Sample:
     """Chooses out[R] from logits[R, V] by temperature, top_k and top_p."""
@@ -30,30 +66,9 @@ struct Sample:
         var rows = logits.dim_size(0)
         var width = logits.dim_size(1)
         var n = Int(vocab)
-        if (
-            uniform.dim_size(0) != rows
-            or n < 1
-            or n > width
-            or top_k < 0
-            or not temperature > 0
-            or not (top_p > 0 and top_p <= 1)
-        ):
-            raise Error(
-                "sample: ",
-                uniform.dim_size(0),
-                " numbers for ",
-                rows,
-                " rows of ",
-                width,
-                ", vocabulary ",
-                n,
-                ", temperature ",
-                temperature,
-                ", top_k ",
-                top_k,
-                ", top_p ",
-                top_p,
-            )
+        check_sample(
+            uniform.dim_size(0), rows, width, temperature, top_k, top_p, vocab
+        )
         var workers = max(1, min(rows, worker_count(rows, rows * n * WORK)))
         var keys = List[UInt32](length=workers * n, fill=0)
         var weights = List[Float32](length=workers * n, fill=0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from shipway.cli.options import Json, comma_list
+from shipway.cli.options import Json, matching
 from shipway.cli.progress import progress
 from shipway.errors import ShipwayError
 from shipway.measure.result import write_json
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
 
 def check(
     op: Annotated[str, typer.Option(help="Ops, separated by commas; * and ? match; all if not given.")] = "*",
-    impl: Annotated[str, typer.Option(help="Implementations, likewise.")] = "*",
+    impl: Annotated[
+        str | None, typer.Option(help="Implementations, likewise; all but the simulated mojo@TARGET if not given.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtypes, likewise.")] = "*",
     examples: Annotated[
         int | None,
@@ -52,9 +53,9 @@ def check(
     for option, number, least in (("--examples", examples, 1), ("--seed", seed, 0)):
         if number < least:
             raise ShipwayError(f"{option} must be from {least}, not {number}")
-    ops = _matching(op, list(OPS), "--op")
+    ops = matching(op, list(OPS), "--op")
     if mutants:
-        if impl != "*" or dtype != "*" or case is not None:
+        if impl is not None or dtype != "*" or case is not None:
             raise ShipwayError(
                 "--mutants takes --op, --examples, --seed and --json: variants are of PyTorch's f32 rows"
             )
@@ -63,11 +64,13 @@ def check(
         _publish(document, print_mutants, json)
         raise typer.Exit(checks.mutants_exit_code(document))
     rows = [row for name in ops for row in OPS[name].implementations.values()]
-    names = _matching(impl, list(dict.fromkeys(row.name for row in rows)), "--impl")
-    dtypes = _matching(dtype, list(dict.fromkeys(name for row in rows for name in row.dtypes)), "--dtype")
+    if impl is None:
+        rows = [row for row in rows if not row.simulated]
+    names = matching(impl or "*", list(dict.fromkeys(row.name for row in rows)), "--impl")
+    dtypes = matching(dtype, list(dict.fromkeys(name for row in rows for name in row.dtypes)), "--dtype")
     todo = [(o.name, row.name, d) for o, row, d in chosen(ops, names, dtypes)]
     if not todo:
-        raise ShipwayError(f"no implementation among {impl} runs {op} in {dtype}")
+        raise ShipwayError(f"no implementation among {impl or '*'} runs {op} in {dtype}")
     plan = Plan(examples, seed, case=None if case is None else _parsed(case, ops))
     done: list[Line] = []
     try:
@@ -89,19 +92,6 @@ def _publish(
     finally:
         if json is not None:
             write_json(json, document)
-
-
-def _matching(patterns: str, names: list[str], option: str) -> list[str]:
-    """The names that a list of patterns selects, in the catalogue's order.
-
-    Raises:
-        ShipwayError: A pattern selects nothing.
-    """
-    wanted = comma_list(patterns)
-    idle = [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name in names)]
-    if idle or not wanted:
-        raise ShipwayError(f"{option} {', '.join(idle) or repr(patterns)} is none of {', '.join(names)}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 
 def _parsed(line: str, ops: list[str]) -> Case:

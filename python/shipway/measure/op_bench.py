@@ -138,6 +138,11 @@ class OpResult(TypedDict):
     warnings: list[str]
 
 
+def timed(op: Op) -> tuple[str, ...]:
+    """Names of the rows whose time says something: all but those on a simulated device."""
+    return tuple(name for name, row in op.implementations.items() if not row.simulated)
+
+
 def check_dims(op: Op, dims: Mapping[str, int]) -> None:
     """Checks dims of a shape, within the drawn range or beyond it.
 
@@ -180,7 +185,7 @@ class OpSettings:
             raise ShipwayError(f"no op is called {self.op!r}: choose one of {', '.join(OPS)}")
         op = OPS[self.op]
         for what, names, known in (
-            ("implementation", self.implementations, tuple(op.implementations)),
+            ("implementation", self.implementations, timed(op)),
             ("dtype", self.dtypes, tuple(dict.fromkeys(d for row in op.implementations.values() for d in row.dtypes))),
             ("dim", tuple(self.shape), tuple(op.dims)),
         ):
@@ -266,7 +271,7 @@ class OpBench:
     def _group(self, result: OpResult, dtype: str, shape: str, dims: dict[str, int]) -> None:
         """Every implementation in one dtype at one shape."""
         # The baseline is timed even where it is not asked for: a ratio needs it in the same rounds.
-        asked = self._settings.implementations or tuple(self._op.implementations)
+        asked = self._settings.implementations or timed(self._op)
         ready: list[tuple[Entry, Prepared]] = []
         for name in dict.fromkeys((BASELINE, *asked)):
             self._progress(f"{self._op.name} {dtype} {shape}: {name}")

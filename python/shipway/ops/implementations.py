@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from shipway.ops.op import ONCE, PER_HEAD_DIM, Implementation, KnownFailure
+from shipway.targets.kernels import KERNELS
 
 
 def rows(*implementations: Implementation) -> Mapping[str, Implementation]:
@@ -22,6 +23,8 @@ def rows(*implementations: Implementation) -> Mapping[str, Implementation]:
 
 DTYPES = ("f32", "bf16")
 HALF = (*DTYPES, "f16")
+SIMULATED = ("sm_80", "sm_90a", "gfx942", "gfx1100", "gfx1201")
+"""Targets that ``shipway.simt`` runs."""
 
 
 def torch_row(
@@ -49,7 +52,7 @@ def compiled_rows(
     known: Mapping[str, tuple[KnownFailure, ...]] | None = None,
     only: tuple[str, ...] = ("mojo", "max", "jax", "tvm"),
 ) -> tuple[Implementation, ...]:
-    """The compiled rows of an op.
+    """The compiled rows of an op; those of the simulated GPUs last, where it has GPU kernels.
 
     Args:
         op: Name of the op.
@@ -63,7 +66,8 @@ def compiled_rows(
         _jax_row(op, known.get("jax", ())),
         _tvm_row(op, known.get("tvm", ())),
     )
-    return tuple(row for row in compiled if row.name in only)
+    simulated = [_simulated_row(op, target) for target in SIMULATED] if any(op in k.ops for k in KERNELS) else []
+    return (*(row for row in compiled if row.name in only), *simulated)
 
 
 def _mojo_row(op: str) -> Implementation:
@@ -78,6 +82,22 @@ def _mojo_row(op: str) -> Implementation:
         requires=("max", "mojo"),
         install="max==26.7.0 mojo==1.2.0",
         alone=lambda dtype, head_dim: _loaded("shipway.graphs.single_op", dtype, head_dim, op)[op],
+    )
+
+
+def _simulated_row(op: str, target: str) -> Implementation:
+    """Our Mojo GPU kernels, compiled for a target and run by the simulator; each variant compiles as it is launched."""
+    return Implementation(
+        f"mojo@{target}",
+        lambda dtype, head_dim: _loaded("shipway.simt.rows", dtype, head_dim, target)[op],
+        HALF,
+        strided="refused",
+        # A few rows take a GEMV, which sums by multiply-adds; matrix units add in an order that no vendor documents.
+        bitwise=False,
+        compiled=PER_HEAD_DIM,
+        requires=("max", "mojo", "llvmlite"),
+        install="max==26.7.0 mojo==1.2.0 llvmlite==0.50.0",
+        simulated=True,
     )
 
 

@@ -199,6 +199,7 @@ class Implementation:
         install: What pip installs to get these modules.
         alone: As :attr:`make`, compiling this op only, where :attr:`make` would compile others beside it.
         known: Declared failures; our own kernels have none.
+        simulated: Whether it runs on a simulated device, whose time says nothing.
     """
 
     name: str
@@ -212,6 +213,7 @@ class Implementation:
     install: str = ""
     alone: Callable[[str, int], Callable[..., Any]] | None = None
     known: tuple[KnownFailure, ...] = ()
+    simulated: bool = False
 
 
 @dataclass(frozen=True)

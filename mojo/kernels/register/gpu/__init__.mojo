@@ -1,0 +1,1 @@
+"""The kernels as MAX graph ops on GPUs: shapes checked, entries launched."""

@@ -1,0 +1,241 @@
+"""Op `attention` on GPUs: sequences of one new token by `attention_decode` and
+`attention_combine`, longer ones by `attention_prefill`."""
+from std.math import ceildiv
+from max.gpu.host import DeviceContext
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from extensibility.managed_tensor_slice import (
+    _MutableInputTensor as MutableInputTensor,
+)
+from kernels.gpu.attention_decode import (
+    SPLIT,
+    attention_combine,
+    attention_decode,
+    partial_size,
+)
+from kernels.gpu.attention_prefill import attention_prefill
+from kernels.gpu.tile_op import F32
+from kernels.kv_cache import CacheShape
+from kernels.register.attention import check_attention
+from kernels.register.gpu.launch import THREADS, blocks, unread
+from kernels.register.kv_cache import contiguous
+
+comptime QUERIES = 64
+"""Rows of a query tile, to count blocks: the kernel walks whatever there is."""
+
+
+def partials(batch: Int, heads: Int, cached: CacheShape) -> Int:
+    """Floats of scratch that `launch_attention` needs."""
+    return (
+        batch
+        * heads
+        * ceildiv(cached.capacity, SPLIT)
+        * partial_size(cached.head_dim)
+    )
+
+
+def _decode[
+    t: DType, //, D: Int, ROWS: Int
+](
+    ctx: DeviceContext,
+    partial: Pointer[mut=True, Float32, _],
+    q: Pointer[Scalar[t], _],
+    cache: Pointer[Scalar[t], _],
+    cached: CacheShape,
+    offsets: Pointer[Int32, _],
+    start: Pointer[Int32, _],
+    batch: Int,
+    heads: Int,
+    layer: Int,
+    splits: Int,
+    scale: Float32,
+    window: Int32,
+) raises:
+    """Enqueues the splits; `ROWS` query heads of a KV head share its keys."""
+    ctx.enqueue_function[attention_decode[t, D, False, ROWS]](
+        partial,
+        q,
+        cache,
+        unread[DType.uint32](start),
+        offsets,
+        start,
+        Int32(batch),
+        Int32(heads),
+        Int32(cached.kv_heads),
+        Int32(cached.layers),
+        Int32(layer),
+        Int32(cached.capacity),
+        Int32(0),
+        Int64(0),
+        Int32(splits),
+        scale,
+        window,
+        grid_dim=blocks(batch * cached.kv_heads * splits),
+        block_dim=THREADS,
+    )
+
+
+def launch_attention[
+    t: DType, //, D: Int
+](
+    ctx: DeviceContext,
+    dst: Pointer[mut=True, Scalar[t], _],
+    partial: Pointer[mut=True, Float32, _],
+    q: Pointer[Scalar[t], _],
+    cache: Pointer[Scalar[t], _],
+    cached: CacheShape,
+    offsets: Pointer[Int32, _],
+    start: Pointer[Int32, _],
+    batch: Int,
+    tokens: Int,
+    heads: Int,
+    layer: Int,
+    scale: Float32,
+    window: Int32,
+) raises:
+    """Enqueues causal attention of a ragged batch.
+
+    How long each sequence is stands on the device: both kinds of kernels are
+    enqueued, and each leaves the other's sequences alone, unless there is one
+    sequence only.
+
+    Parameters:
+        t: Dtype of q, of the cache and of the output.
+        D: The head_dim.
+
+    Args:
+        ctx: The device.
+        dst: `[T, heads, D]`.
+        partial: `[partials(...)]` float32.
+        q: `[T, heads, D]`.
+        cache: The contiguous KV cache.
+        cached: Its shape.
+        offsets: `[batch + 1]`.
+        start: `[batch]`.
+        batch: Sequences.
+        tokens: T, from 1.
+        heads: Query heads.
+        layer: Decoder layer.
+        scale: Factor of the scores.
+        window: Last keys a row sees, itself included; 0 for all.
+    """
+    var splits = ceildiv(cached.capacity, SPLIT)
+    var lookup = unread[DType.uint32](start)
+    if batch > 1 or tokens == 1:
+        if heads > cached.kv_heads:
+            _decode[D, 4](
+                ctx,
+                partial,
+                q,
+                cache,
+                cached,
+                offsets,
+                start,
+                batch,
+                heads,
+                layer,
+                splits,
+                scale,
+                window,
+            )
+        else:
+            _decode[D, 1](
+                ctx,
+                partial,
+                q,
+                cache,
+                cached,
+                offsets,
+                start,
+                batch,
+                heads,
+                layer,
+                splits,
+                scale,
+                window,
+            )
+        ctx.enqueue_function[attention_combine[t, D]](
+            dst,
+            partial,
+            offsets,
+            start,
+            Int32(batch),
+            Int32(heads),
+            Int32(splits),
+            window,
+            grid_dim=blocks(batch * heads),
+            block_dim=THREADS,
+        )
+    if tokens > 1:
+        ctx.enqueue_function[attention_prefill[t, D, False]](
+            dst,
+            q,
+            cache,
+            lookup,
+            offsets,
+            start,
+            Int32(batch),
+            Int32(heads),
+            Int32(cached.kv_heads),
+            Int32(cached.layers),
+            Int32(layer),
+            Int32(cached.capacity),
+            Int32(0),
+            Int64(0),
+            scale,
+            window,
+            Int32(2),
+            grid_dim=blocks(heads * (ceildiv(tokens, QUERIES) + batch - 1)),
+            block_dim=THREADS,
+        )
+
+
+@extensibility.register("attention", type="gpu")
+struct AttentionGPU:
+    """Causal attention of q[T, heads, head_dim] over the KV cache
+    `[B, layers, 2, S, kv_heads, head_dim]`."""
+
+    @staticmethod
+    def execute[
+        t: DType, //, head_dim: Int, target: StaticString
+    ](
+        output: OutputTensor[dtype=t, rank=3, ...],
+        cache: MutableInputTensor[dtype=t, rank=6, ...],
+        q: InputTensor[dtype=t, rank=3, ...],
+        offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+        start: InputTensor[dtype=DType.int32, rank=1, ...],
+        layer: Int32,
+        scale: Float32,
+        window: Int32,
+        ctx: DeviceContext,
+    ) raises:
+        var cached = contiguous(cache).extent()
+        var tokens = q.dim_size(0)
+        var heads = q.dim_size(1)
+        check_attention[head_dim](
+            "attention", cached, heads, offsets, start, layer, window
+        )
+        if tokens == 0:
+            return
+        var batch = start.dim_size(0)
+        var partial = ctx.enqueue_create_buffer[F32](
+            partials(batch, heads, cached)
+        )
+        launch_attention[head_dim](
+            ctx,
+            output.unsafe_ptr(),
+            partial.unsafe_ptr(),
+            q.unsafe_ptr(),
+            cache.unsafe_ptr(),
+            cached,
+            offsets.unsafe_ptr(),
+            start.unsafe_ptr(),
+            batch,
+            tokens,
+            heads,
+            Int(layer),
+            scale,
+            window,
+        )
+        # Pointers alone would not keep it until here.
+        _ = partial^

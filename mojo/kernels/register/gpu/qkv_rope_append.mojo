@@ -1,0 +1,309 @@
+"""Op `qkv_rope_append` on GPUs: one launch projects, one finishes heads."""
+from std.math import ceildiv
+from max.gpu.host import DeviceContext
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from extensibility.managed_tensor_slice import (
+    _MutableInputTensor as MutableInputTensor,
+)
+from kernels.gpu.linear import NT
+from kernels.gpu.qkv import qkv_gemm, qkv_gemv
+from kernels.gpu.rope_append import rope_append
+from kernels.gpu.tile_op import F32
+from kernels.kv_cache import CacheShape
+from kernels.register.gpu.launch import (
+    GEMV_BATCHES,
+    SHORT_ROWS,
+    SHORT_TILE,
+    TALL_TILE,
+    THREADS,
+    blocks,
+    gemv_tiles,
+    unread,
+)
+from kernels.register.kv_cache import contiguous
+from kernels.register.qkv_rope_append import check_qkv, check_vectors
+
+
+def _gemv[
+    t: DType, //, BATCH: Int
+](
+    ctx: DeviceContext,
+    dst: Pointer[mut=True, Float32, _],
+    x: Pointer[Scalar[t], _],
+    wq: Pointer[Scalar[t], _],
+    wk: Pointer[Scalar[t], _],
+    wv: Pointer[Scalar[t], _],
+    m: Int,
+    nq: Int,
+    nk: Int,
+    k: Int,
+) raises:
+    ctx.enqueue_function[qkv_gemv[t, t, BATCH]](
+        dst,
+        x,
+        wq,
+        unread[DType.float16](wq),
+        unread[DType.uint8](wq),
+        wk,
+        unread[DType.float16](wk),
+        unread[DType.uint8](wk),
+        wv,
+        unread[DType.float16](wv),
+        unread[DType.uint8](wv),
+        Int32(m),
+        Int32(nq),
+        Int32(nk),
+        Int32(k),
+        grid_dim=blocks(
+            gemv_tiles[1](m, BATCH, nq) + 2 * gemv_tiles[1](m, BATCH, nk)
+        ),
+        block_dim=THREADS,
+    )
+
+
+def _gemm[
+    t: DType, //, MT: Int
+](
+    ctx: DeviceContext,
+    dst: Pointer[mut=True, Float32, _],
+    x: Pointer[Scalar[t], _],
+    wq: Pointer[Scalar[t], _],
+    wk: Pointer[Scalar[t], _],
+    wv: Pointer[Scalar[t], _],
+    m: Int,
+    nq: Int,
+    nk: Int,
+    k: Int,
+) raises:
+    ctx.enqueue_function[qkv_gemm[t, MT]](
+        dst,
+        x,
+        wq,
+        wk,
+        wv,
+        Int32(m),
+        Int32(nq),
+        Int32(nk),
+        Int32(k),
+        grid_dim=blocks(
+            ceildiv(m, MT) * (ceildiv(nq, NT) + 2 * ceildiv(nk, NT))
+        ),
+        block_dim=THREADS,
+    )
+
+
+def launch_qkv[
+    t: DType, //
+](
+    ctx: DeviceContext,
+    dst: Pointer[mut=True, Float32, _],
+    x: Pointer[Scalar[t], _],
+    wq: Pointer[Scalar[t], _],
+    wk: Pointer[Scalar[t], _],
+    wv: Pointer[Scalar[t], _],
+    m: Int,
+    nq: Int,
+    nk: Int,
+    k: Int,
+) raises:
+    """Enqueues the projections of x by wq, wk and wv.
+
+    Parameters:
+        t: Dtype of x and the weights.
+
+    Args:
+        ctx: The device.
+        dst: `[T, Nq + 2 Nk]` float32.
+        x: `[T, K]`.
+        wq: `[Nq, K]`.
+        wk: `[Nk, K]`.
+        wv: `[Nk, K]`.
+        m: T, from 1.
+        nq: Nq.
+        nk: Nk.
+        k: K.
+    """
+    comptime for i in range(len(GEMV_BATCHES)):
+        comptime BATCH = GEMV_BATCHES[i]
+        if m <= BATCH:
+            return _gemv[BATCH](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
+    if m <= SHORT_ROWS:
+        _gemm[SHORT_TILE](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
+    else:
+        _gemm[TALL_TILE](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
+
+
+def launch_rope_append[
+    t: DType, //, has_bias: Bool, has_norm: Bool
+](
+    ctx: DeviceContext,
+    q: Pointer[mut=True, Scalar[t], _],
+    cache: Pointer[mut=True, Scalar[t], _],
+    cached: CacheShape,
+    projected: Pointer[Float32, _],
+    bias_q: Pointer[Float32, _],
+    bias_k: Pointer[Float32, _],
+    bias_v: Pointer[Float32, _],
+    norm_q: Pointer[Float32, _],
+    norm_k: Pointer[Float32, _],
+    eps: Float32,
+    table: Pointer[Float32, _],
+    rotary_dim: Int,
+    offsets: Pointer[Int32, _],
+    start: Pointer[Int32, _],
+    batch: Int,
+    tokens: Int,
+    heads: Int,
+    layer: Int,
+) raises:
+    """Enqueues what `rope_append` does to projected heads.
+
+    Parameters:
+        t: Dtype of q and of the cache.
+        has_bias: Whether q, k and v have biases.
+        has_norm: Whether q and k heads are RMS-normed.
+
+    Args:
+        ctx: The device.
+        q: `[T, heads, head_dim]`.
+        cache: The contiguous KV cache.
+        cached: Its shape.
+        projected: `[T, heads + 2 kv_heads, head_dim]` float32.
+        bias_q: `[heads * head_dim]`.
+        bias_k: `[kv_heads * head_dim]`.
+        bias_v: `[kv_heads * head_dim]`.
+        norm_q: `[head_dim]`.
+        norm_k: `[head_dim]`.
+        eps: Epsilon of the norms.
+        table: `[positions, rotary_dim]`.
+        rotary_dim: Leading elements of a head that rotate.
+        offsets: `[batch + 1]`.
+        start: `[batch]`.
+        batch: Sequences.
+        tokens: T, from 1.
+        heads: Query heads.
+        layer: Decoder layer.
+    """
+    ctx.enqueue_function[rope_append[t, False]](
+        q,
+        cache,
+        unread[DType.uint32](start),
+        projected,
+        bias_q,
+        bias_k,
+        bias_v,
+        norm_q,
+        norm_k,
+        eps,
+        table,
+        offsets,
+        start,
+        Int32(tokens),
+        Int32(batch),
+        Int32(heads),
+        Int32(cached.kv_heads),
+        Int32(cached.head_dim),
+        Int32(rotary_dim),
+        Int32(cached.layers),
+        Int32(layer),
+        Int32(cached.capacity),
+        Int32(0),
+        Int64(0),
+        Int32(1 if has_bias else 0),
+        Int32(1 if has_norm else 0),
+        grid_dim=blocks(tokens),
+        block_dim=THREADS,
+    )
+
+
+@extensibility.register("qkv_rope_append", type="gpu")
+struct QKVRopeAppendGPU:
+    """Projects, norms and rotates q, k, v; k and v go into the cache
+    `[B, layers, 2, S, kv_heads, head_dim]`."""
+
+    @staticmethod
+    def execute[
+        t: DType,
+        //,
+        head_dim: Int,
+        has_bias: Bool,
+        has_norm: Bool,
+        target: StaticString,
+    ](
+        output: OutputTensor[dtype=t, rank=3, ...],
+        cache: MutableInputTensor[dtype=t, rank=6, ...],
+        x: InputTensor[dtype=t, rank=2, ...],
+        wq: InputTensor[dtype=t, rank=2, ...],
+        wk: InputTensor[dtype=t, rank=2, ...],
+        wv: InputTensor[dtype=t, rank=2, ...],
+        bias_q: InputTensor[dtype=F32, rank=1, ...],
+        bias_k: InputTensor[dtype=F32, rank=1, ...],
+        bias_v: InputTensor[dtype=F32, rank=1, ...],
+        norm_q: InputTensor[dtype=F32, rank=1, ...],
+        norm_k: InputTensor[dtype=F32, rank=1, ...],
+        eps: Float32,
+        table: InputTensor[dtype=F32, rank=2, ...],
+        offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+        start: InputTensor[dtype=DType.int32, rank=1, ...],
+        layer: Int32,
+        ctx: DeviceContext,
+    ) raises:
+        var cached = contiguous(cache).extent()
+        var tokens = x.dim_size(0)
+        check_qkv[head_dim](
+            "qkv_rope_append",
+            cached,
+            tokens,
+            x.dim_size(1),
+            wq,
+            wk,
+            wv,
+            table,
+            offsets,
+            start,
+            layer,
+        )
+        check_vectors[head_dim, has_bias, has_norm](
+            wq, wk, bias_q, bias_k, bias_v, norm_q, norm_k
+        )
+        if tokens == 0:
+            return
+        var nq = wq.dim_size(0)
+        var nk = wk.dim_size(0)
+        var projected = ctx.enqueue_create_buffer[F32](tokens * (nq + 2 * nk))
+        launch_qkv(
+            ctx,
+            projected.unsafe_ptr(),
+            x.unsafe_ptr(),
+            wq.unsafe_ptr(),
+            wk.unsafe_ptr(),
+            wv.unsafe_ptr(),
+            tokens,
+            nq,
+            nk,
+            x.dim_size(1),
+        )
+        launch_rope_append[has_bias, has_norm](
+            ctx,
+            output.unsafe_ptr(),
+            cache.unsafe_ptr(),
+            cached,
+            projected.unsafe_ptr(),
+            bias_q.unsafe_ptr(),
+            bias_k.unsafe_ptr(),
+            bias_v.unsafe_ptr(),
+            norm_q.unsafe_ptr(),
+            norm_k.unsafe_ptr(),
+            eps,
+            table.unsafe_ptr(),
+            table.dim_size(1),
+            offsets.unsafe_ptr(),
+            start.unsafe_ptr(),
+            start.dim_size(0),
+            tokens,
+            nq // head_dim,
+            Int(layer),
+        )
+        # Pointers alone would not keep it until here.
+        _ = projected^
