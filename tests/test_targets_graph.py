@@ -48,6 +48,7 @@ def test_kernels_are_read_out_of_a_compiled_graph(
     kernels = read_kernels(mef)
     assert [(kernel.stack, kernel.shared) for kernel in kernels] == [(0, 1200), (0, 1200)]
     assert all("wide" in kernel.name and 0 < kernel.registers < 33 for kernel in kernels)
+    assert read_kernels(mef + mef) == kernels  # of two parts of a graph that launch the same
     assert read_kernels(b"nothing") == []
 
 

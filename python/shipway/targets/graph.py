@@ -128,6 +128,8 @@ def _reason(work: Path, done: subprocess.CompletedProcess[str]) -> str:
 def read_kernels(mef: bytes) -> list[Usage]:
     """Returns the kernels of the cubins and code objects in a compiled graph, by name.
 
+    One that several parts of the graph launch is there once for each of them, and is returned once.
+
     Raises:
         ShipwayError: One of them cannot be read.
         CannotRunError: A package that reads them is not installed.
@@ -135,7 +137,7 @@ def read_kernels(mef: bytes) -> list[Usage]:
     kernels: list[Usage] = []
     for machine, linked in _code_objects(mef):
         kernels += _of_cubin(linked) if machine == _CUDA else _of_code_object(linked)
-    return sorted(kernels, key=lambda kernel: kernel.name)
+    return sorted(set(kernels), key=lambda kernel: kernel.name)
 
 
 def _code_objects(mef: bytes) -> Iterator[tuple[int, bytes]]:
