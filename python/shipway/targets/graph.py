@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -96,7 +97,8 @@ def compile_graph(build: str, arguments: tuple[Any, ...], parts: Mapping[str, ob
             work = Path(temporary)
             (work / REQUEST).write_bytes(pickle.dumps(request))
             command = [sys.executable, "-m", virtual_device.__name__, temporary]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            fresh = {**os.environ, "MODULAR_CACHE_DIR": temporary}  # what MAX kept is not compiled, nor described
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=fresh)
             if done.returncode:
                 raise ShipwayError(f"{build} does not compile for {arch.name}: {_reason(work, done)}")
             kernels = read_kernels((work / MEF).read_bytes())
