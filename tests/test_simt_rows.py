@@ -60,4 +60,4 @@ def test_every_op_that_has_gpu_kernels_has_a_row_on_every_simulated_target() -> 
 
 
 def test_ci_takes_the_lines_it_names() -> None:
-    assert IN_CI <= {name_of(line) for line in LINES}
+    assert {name_of(line) for line in LINES} >= IN_CI
