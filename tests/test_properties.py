@@ -6,17 +6,17 @@ every head_dim.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from held_lines import assert_holds
 from shipway.numerics.campaign import FEWEST, Line, Plan, chosen, properties, run_line, run_property
 from shipway.numerics.check import OpRunner
 from shipway.ops.catalogue import OPS
 from shipway.ops.op import Case, Implementation, KnownFailure, Op, Property
-from shipway.report.checks import reproducer
 
 # One compilation per head_dim and dtype, some ten seconds each: CI takes these, the long profile all of them.
 HEAD_DIMS = {"f32": (64, 96), "bf16": (64, 80), "f16": (64,)}
@@ -39,12 +39,7 @@ def holds(op: Op, row: Implementation, dtype: str, profile: str) -> Line:
     each = PER_PROPERTY[profile] // (2 if ci and row.name not in OURS else 1)
     plan = Plan(examples=each * len(properties(op)), head_dims=HEAD_DIMS[dtype] if ci else ())
     line = run_line(op, row, dtype, plan)
-    if line.verdict == "not run":
-        pytest.skip(line.reason)
-    assert not line.failures, "\n".join(
-        f"{failure.property}: {failure.reason}\n{reproducer(asdict(line), asdict(failure))}"
-        for failure in line.failures
-    )
+    assert_holds(line)
     return line
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shipway.errors import CannotRunError, ShipwayError
-from shipway.simt import library
+from shipway.simt import c_runtime
 from shipway.simt.device import Device
 from shipway.simt.findings import Finding
 
@@ -230,34 +230,34 @@ def test_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(CannotRunError, match="needs a C compiler and there is no cc: install gcc or clang, or set CC"):
-        library._compile(tmp_path)
+        c_runtime._compile(tmp_path)
 
 
 def test_compiler_that_fails_is_quoted_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    monkeypatch.setattr(c_runtime, "SOURCES", tmp_path)
     (tmp_path / "bad.c").write_text("int f( {\n")
     with pytest.raises(CannotRunError, match=r"cannot compile the simulator's runtime: .*error") as refused:
-        library._compile(tmp_path)
+        c_runtime._compile(tmp_path)
     assert "\n" not in str(refused.value)
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     with pytest.raises(CannotRunError, match=r"C compiler .*none cannot run"):
-        library._compile(tmp_path)
+        c_runtime._compile(tmp_path)
 
 
 @pytest.mark.parametrize("more", [(), ("-DSIMT_UCONTEXT",)])
 def test_runtime_compiles_without_warnings(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-Wextra", "-Werror", *more))
-    library._compile(tmp_path)
+    monkeypatch.setattr(c_runtime, "FLAGS", (*c_runtime.FLAGS, "-Wextra", "-Werror", *more))
+    c_runtime._compile(tmp_path)
 
 
 def test_fibers_of_machines_without_assembly_run_too(tmp_path: Path) -> None:
     """In a process of its own: one process loads the runtime once."""
     code = """
 import torch
-from shipway.simt import library
-library.FLAGS = (*library.FLAGS, "-DSIMT_UCONTEXT")
+from shipway.simt import c_runtime
+c_runtime.FLAGS = (*c_runtime.FLAGS, "-DSIMT_UCONTEXT")
 from test_simt_device import SPLIT, SPLIT_MORE, gpu
 out = torch.zeros(128, dtype=torch.int32)
 for seed in range(3):
@@ -271,18 +271,18 @@ for seed in range(3):
 
 def declared(structure: type[ctypes.Structure]) -> list[str]:
     """Names of the members of a structure of simt.h, pointers to functions left out."""
-    header = re.sub(r"//.*", "", (library.SOURCES / "simt.h").read_text())
+    header = re.sub(r"//.*", "", (c_runtime.SOURCES / "simt.h").read_text())
     body = re.search(r"typedef struct (?:\w+ )?\{([^}]*)\} " + structure.__name__ + ";", header)
     assert body
     members = [part for line in body[1].split(";") if "(" not in line for part in line.split(",") if part.strip()]
     return [re.sub(r"\[.*|\*", "", member).split()[-1] for member in members]
 
 
-@pytest.mark.parametrize("structure", [library.Buffer, library.Op, library.Report, library.Launch])
+@pytest.mark.parametrize("structure", [c_runtime.Buffer, c_runtime.Op, c_runtime.Report, c_runtime.Launch])
 def test_runtime_declares_the_structures_as_python_has_them(structure: type[ctypes.Structure]) -> None:
     fields = [name for name, *_ in structure._fields_ if name not in ("run", "entry")]
     assert declared(structure) == fields
 
 
 def test_runtime_has_as_much_shared_memory_as_python_maps() -> None:
-    assert f"SHARED_ROOM ({library.SHARED_ROOM >> 10} << 10)" in (library.SOURCES / "simt.h").read_text()
+    assert f"SHARED_ROOM ({c_runtime.SHARED_ROOM >> 10} << 10)" in (c_runtime.SOURCES / "simt.h").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shipway.simt import library
+from shipway.simt import c_runtime
 from shipway.simt.device import Device
 from shipway.simt.intrinsics import SCOPES, table
 from simt_emission import ARCHS, devices
@@ -394,7 +394,7 @@ def test_lane_permutations_of_amd(arch: str, expression: str, wanted: object) ->
 
 
 def test_every_row_of_the_table_is_a_function_of_the_runtime_and_has_a_document() -> None:
-    runtime = library.runtime()
+    runtime = c_runtime.runtime()
     for name, row in table().items():
         assert getattr(runtime, row.run), name
         assert row.scope in SCOPES
@@ -402,6 +402,6 @@ def test_every_row_of_the_table_is_a_function_of_the_runtime_and_has_a_document(
 
 
 def test_runtime_does_nothing_that_the_table_does_not_name() -> None:
-    sources = "".join(path.read_text() for path in Path(library.SOURCES).glob("*_ops.c"))
+    sources = "".join(path.read_text() for path in Path(c_runtime.SOURCES).glob("*_ops.c"))
     functions = set(re.findall(r"^void (\w+)\(Lane \*\*lanes, int count\)", sources, re.MULTILINE))
     assert functions - {row.run for row in table().values()} == set()

@@ -6,15 +6,13 @@ all targets and dtypes.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 
+from held_lines import assert_holds
 from shipway.numerics.campaign import FEWEST, Plan, chosen, run_line
 from shipway.ops.catalogue import OPS
 from shipway.ops.implementations import SIMULATED
 from shipway.ops.op import Implementation, Op
-from shipway.report.checks import reproducer
 from shipway.targets.kernels import KERNELS
 
 LINES = [(op, row, dtype) for op, row, dtype in chosen(list(OPS), [], []) if row.simulated]
@@ -30,26 +28,17 @@ def name_of(line: tuple[Op, Implementation, str]) -> str:
     return f"{op.name}-{row.name}-{dtype}"
 
 
-def assert_holds(op: Op, row: Implementation, dtype: str, plan: Plan) -> None:
-    line = run_line(op, row, dtype, plan)
-    if line.verdict == "not run":
-        pytest.skip(line.reason)
-    assert not line.failures, "\n".join(
-        f"{failure.property}: {failure.reason}\n{reproducer(asdict(line), asdict(failure))}"
-        for failure in line.failures
-    )
-    assert line.examples >= FEWEST
-
-
 @pytest.mark.parametrize("line", [line for line in LINES if name_of(line) in IN_CI], ids=name_of)
 def test_properties_hold(line: tuple[Op, Implementation, str]) -> None:
-    assert_holds(*line, Plan(examples=1, head_dims=(HEAD_DIM,)))
+    ran = run_line(*line, Plan(examples=1, head_dims=(HEAD_DIM,)))
+    assert_holds(ran)
+    assert ran.examples >= FEWEST
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LINES, ids=name_of)
 def test_properties_hold_over_many_cases(line: tuple[Op, Implementation, str]) -> None:
-    assert_holds(*line, Plan(examples=MANY))
+    assert_holds(run_line(*line, Plan(examples=MANY)))
 
 
 def test_every_op_that_has_gpu_kernels_has_a_row_on_every_simulated_target() -> None:

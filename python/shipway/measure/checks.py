@@ -25,7 +25,7 @@ def run_campaign(todo: Sequence[Task], plan: Plan, done: list[Line], show: Calla
 def campaign_document(todo: Sequence[Task], plan: Plan, done: Sequence[Line]) -> dict[str, Any]:
     """Returns the document of the lines of ``todo`` that are done."""
     return {
-        **_head("check"),
+        **head("check"),
         "examples": plan.examples,
         "seed": plan.seed,
         "case": None if plan.case is None else str(plan.case),
@@ -51,10 +51,11 @@ def check_mutants(ops: Sequence[str], examples: int, seed: int, show: Callable[[
         tested |= {(mutant.op, failure.property) for failure in failures if mutant.defect}
         entries.append({"op": mutant.op, "defect": mutant.defect, "red": [asdict(failure) for failure in failures]})
     untested = [[op, prop.name] for op in ops for prop in properties(OPS[op]) if (op, prop.name) not in tested]
-    return {**_head("check-mutants"), "examples": examples, "seed": seed, "mutants": entries, "untested": untested}
+    return {**head("check-mutants"), "examples": examples, "seed": seed, "mutants": entries, "untested": untested}
 
 
-def _head(command: str) -> dict[str, Any]:
+def head(command: str) -> dict[str, Any]:
+    """Returns what the document of any check of kernels begins with."""
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
-from shipway.measure.environment import describe_environment
+from shipway.measure.checks import head
 from shipway.model.config import ModelConfig
 from shipway.targets.arch import Arch
 from shipway.targets.budgets import Budget, exceeded
 from shipway.targets.graph import compile_decoder
 from shipway.targets.kernels import Variant
 from shipway.targets.survey import Entry, survey
-
-SCHEMA_VERSION = 1
 
 
 def compile_targets(
@@ -24,7 +21,7 @@ def compile_targets(
     """Compiles kernels for targets and holds them to budgets; returns the document."""
     entries = survey(variants, archs, show)
     return {
-        **_head("targets"),
+        **head("targets"),
         "targets": {arch.name: asdict(arch) for arch in archs},
         "entries": [_described(entry) for entry in entries],
         "exceeded": [asdict(excess) for excess in exceeded(entries, budgets)],
@@ -54,7 +51,7 @@ def compile_graphs(
     """Compiles a decoder's whole graph for targets; returns the document."""
     reports = [compile_decoder(route, config, dtype, arch, show) for arch in archs]
     return {
-        **_head("targets-graph"),
+        **head("targets-graph"),
         "route": route,
         "model": model,
         "dtype": dtype,
@@ -68,15 +65,6 @@ def compile_graphs(
             }
             for report in reports
         ],
-    }
-
-
-def _head(command: str) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": command,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": describe_environment(threads=1),
     }
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shipway.errors import ShipwayError
+from shipway.simt.c_runtime import SHARED_ROOM, Buffer, Launch, runtime, shared_memory
 from shipway.simt.findings import KINDS, UNKNOWN, Finding
 from shipway.simt.intrinsics import SCOPES
 from shipway.simt.kernel import Kernel, compile_kernel
-from shipway.simt.library import SHARED_ROOM, Buffer, Launch, runtime, shared_memory
 from shipway.targets.compiler import LLVM
 from shipway.targets.emit import emit
 from shipway.targets.kernels import find

@@ -13,9 +13,9 @@ from typing import Any
 
 from shipway.artefacts import artefact, cpu_target, source_of
 from shipway.errors import CannotRunError, ShipwayError, this_python
+from shipway.simt.c_runtime import Op, runtime, shared_memory
 from shipway.simt.intrinsics import SCOPES, Intrinsic
 from shipway.simt.ir import parse
-from shipway.simt.library import Op, runtime, shared_memory
 from shipway.simt.retarget import COUNTED, Retargeted, retarget
 
 _HERE = Path(__file__).parent

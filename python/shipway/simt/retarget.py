@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shipway.errors import ShipwayError
+from shipway.simt.c_runtime import SHARED_ROOM
 from shipway.simt.findings import UNKNOWN
 from shipway.simt.intrinsics import Intrinsic, table
 from shipway.simt.ir import (
@@ -24,7 +25,6 @@ from shipway.simt.ir import (
     closing,
     type_size,
 )
-from shipway.simt.library import SHARED_ROOM
 from shipway.simt.literals import legible
 from shipway.simt.locations import line_of
 from shipway.simt.wgmma import PRODUCT, product
