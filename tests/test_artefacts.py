@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,3 +81,22 @@ def test_damaged_record_is_listed_as_such_and_counts_for_the_bound(run: Run, tmp
     assert (listed["kind"], listed["size"], listed["compile_s"]) == ("one", 802, None)
     artefacts._forget_beyond(0, keep=tmp_path)
     assert not made.path.exists()
+
+
+def test_the_store_stays_within_its_size_while_one_process_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artefacts, "MOST_BYTES", 5 * artefact("one", {"a": 10}, build).size)
+    for number in range(11, 22):
+        artefact("one", {"a": number}, build)
+    assert len(artefacts.stored()) == 5
+    assert not artefact("one", {"a": 21}, build).cold
+
+
+def test_reading_a_record_takes_no_more_memory_than_it_has() -> None:
+    made = artefact("one", {"a": 1}, build)
+    tracemalloc.start()
+    try:
+        artefact("one", {"a": 1}, build)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert made.size < 1 << 12

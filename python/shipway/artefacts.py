@@ -71,23 +71,45 @@ class Stored:
 def stored() -> list[Stored]:
     """Returns everything kept, latest use first."""
     found = []
-    for file in (cache_dir() / "artefacts").glob(f"*/*/{RECORD}"):
-        path, record = file.parent, {}
+    for used, size, path in _sizes():
+        record: dict[str, Any] = {}
         with contextlib.suppress(ShipwayError):
             record = _record(path)
+        found.append(Stored(path.parent.name, path, size, used, record.get("compile_s"), record.get("made")))
+    return found
+
+
+def _sizes() -> list[tuple[float, int, Path]]:
+    """Time of last use, bytes and directory of everything kept, latest use first."""
+    found = []
+    for file in (cache_dir() / "artefacts").glob(f"*/*/{RECORD}"):
         with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
-            used = file.stat().st_mtime
-            found.append(Stored(path.parent.name, path, _size(path), used, record.get("compile_s"), record.get("made")))
-    return sorted(found, key=lambda entry: entry.used, reverse=True)
+            found.append((file.stat().st_mtime, _size(file.parent), file.parent))
+    return sorted(found, reverse=True)
 
 
 def _forget_beyond(most: int, keep: Path) -> None:
     """Removes the artefacts used longest ago until the rest takes at most ``most`` bytes."""
     total = 0
-    for kept in stored():
-        total += kept.size
-        if total > most and kept.path != keep:
-            shutil.rmtree(kept.path, ignore_errors=True)
+    for _, size, path in _sizes():
+        total += size
+        if total > most and path != keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+_unchecked: dict[Path, int] = {}
+"""Bytes that this process has written to a store since it last looked whether the store takes too much."""
+
+
+def _written(path: Path) -> None:
+    """Keeps the store of a new artefact within its size. Looking takes longer the more it holds, and thousands of small
+    artefacts are made one after the other: so not at each, but at the first and whenever a hundredth has been written.
+    """
+    store = cache_dir()
+    _unchecked[store] = _unchecked.get(store, MOST_BYTES) + _size(path)
+    if _unchecked[store] > MOST_BYTES // 100:
+        _unchecked[store] = 0
+        _forget_beyond(MOST_BYTES, keep=path)
 
 
 def cpu_target() -> str:
@@ -140,7 +162,7 @@ def artefact(kind: str, parts: Mapping[str, object], build: Callable[[Path], Non
                 (partial / RECORD).write_text(json.dumps(record, indent=1, default=str))
                 shutil.rmtree(path, ignore_errors=True)  # a damaged one
                 partial.rename(path)
-                _forget_beyond(MOST_BYTES, keep=path)
+                _written(path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -60,7 +61,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_HEADER)
+            # By its size: Python first allocates what it is asked to read. What has none is read up to the limit.
+            data = file.read(min(os.fstat(file.fileno()).st_size or _MAX_HEADER, _MAX_HEADER))
         value = json.loads(data.decode("utf-8"))
     except OSError as problem:
         raise ShipwayError(f"cannot read {path}: {problem.strerror}") from None
