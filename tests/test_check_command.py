@@ -16,7 +16,7 @@ import pytest
 
 from command_line import Run
 from shipway.measure import checks
-from shipway.measure.checks import lines_exit_code, mutants_exit_code
+from shipway.measure.checks import campaign_document, lines_exit_code, mutants_exit_code
 from shipway.numerics import isolated
 from shipway.numerics.campaign import Failure, Line, Plan
 from shipway.numerics.isolated import POISON, run_lines
@@ -114,6 +114,27 @@ def test_a_process_that_does_not_go_on_is_ended_and_the_rest_runs(monkeypatch: p
     assert not multiprocessing.active_children()
 
 
+def test_simulated_devices_run_at_the_same_time_and_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(isolated, "SILENCE_S", 0.0)  # none gets as far as a compiler
+    at_once: dict[str, int] = {}
+
+    def show(doing: str) -> None:
+        at_once[doing.split(", ")[1]] = len(multiprocessing.active_children())
+
+    rows = ("torch", "mojo", "mojo@sm_80", "mojo@sm_90a", "mojo@gfx942")
+    lines = list(run_lines([("greedy", row, "f32") for row in rows], Plan(examples=5), show))
+    assert sorted(line.implementation for line in lines) == sorted(rows)
+    assert list(at_once.values()) == [1, 1, 1, 2, 3]
+
+
+def test_lines_stand_in_the_order_they_were_asked_for_whichever_ended_first() -> None:
+    todo = [("linear", "mojo@sm_80", "f32"), ("linear", "mojo@gfx942", "f32")]
+    ended = [Line(*task, "PASS", bitwise=False, strided="refused") for task in reversed(todo)]
+    lines = campaign_document(todo, Plan(), ended)["lines"]
+    assert [line["implementation"] for line in lines] == ["mojo@sm_80", "mojo@gfx942"]
+
+
 def test_memory_of_a_campaign_is_full_of_large_numbers() -> None:
     code = "import torch; print(float(torch.empty(1000).min()), float(torch.empty(1000, dtype=torch.bfloat16).min()))"
     ran = subprocess.run(
@@ -138,7 +159,7 @@ def test_without_impl_only_what_runs_on_this_machine_is_checked(monkeypatch: pyt
 
     def remember(todo: list[isolated.Task], plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
         asked[:] = todo
-        yield PASSED
+        yield Line(*todo[0], "PASS", bitwise=True, strided="handled")
 
     monkeypatch.setattr(checks, "run_lines", remember)
     run("check", "--op", "greedy", "--dtype", "f32")
@@ -201,5 +222,5 @@ def test_a_stopped_campaign_keeps_its_finished_lines(monkeypatch: pytest.MonkeyP
     code, out, _ = run("check", "--op", "linear,greedy", "--impl", "torch", "--json", str(file))
     assert code == 130
     assert out.count("PASS") == 3
-    assert "stopped before the last 2 of 4 lines" in out
+    assert "stopped: 2 of 4 lines did not end" in out
     assert len(json.loads(file.read_text())["lines"]) == 2

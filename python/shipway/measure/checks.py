@@ -23,7 +23,9 @@ def run_campaign(todo: Sequence[Task], plan: Plan, done: list[Line], show: Calla
 
 
 def campaign_document(todo: Sequence[Task], plan: Plan, done: Sequence[Line]) -> dict[str, Any]:
-    """Returns the document of the lines of ``todo`` that are done."""
+    """Returns the document of the lines of ``todo`` that are done, in its order."""
+    place = {task: number for number, task in enumerate(todo)}
+    done = sorted(done, key=lambda line: place[line.op, line.implementation, line.dtype])
     return {
         **head("check"),
         "examples": plan.examples,

@@ -6,14 +6,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shipway.numerics.campaign import Failure, Line, Plan, run_line
 from shipway.ops.catalogue import OPS
+from shipway.ops.op import Implementation
 
 Task = tuple[str, str, str]
 """Names of op, implementation and dtype."""
@@ -26,49 +29,106 @@ POISON = {"MALLOC_PERTURB_": "128"}
 
 
 def run_lines(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
-    """Runs the lines of ``todo``, those of one implementation after each other; ``show`` is told what is running."""
-    for _, group in groupby(todo, key=lambda task: task[1]):
-        waiting = list(group)
-        while waiting:
-            done = 0
-            for line in _child(waiting, plan, show):
-                done += 1
-                yield line
-            waiting = waiting[done:]
+    """Runs the lines of ``todo``, those of one implementation after each other; ``show`` is told what is running.
+
+    Simulated devices, which use one thread each, run at the same time, as many as there are CPUs; others, whose pools
+    take all CPUs, one by one.
+
+    Returns:
+        The lines as they end.
+    """
+    groups = [list(group) for _, group in groupby(todo, key=lambda task: task[1])]
+    for simulated, some in groupby(groups, key=lambda group: _row(*group[0]).simulated):
+        yield from _side_by_side(deque(some), len(os.sched_getaffinity(0)) if simulated else 1, plan, show)
 
 
-def _child(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
-    """The lines of one child process; if it dies, the last one says so and the rest of ``todo`` is not run."""
-    context = multiprocessing.get_context("spawn")  # a forked child would inherit the pools' locks, not their threads
-    here, there = context.Pipe()
-    child = context.Process(target=_serve, args=(there, list(todo), plan), daemon=True)
-    with _environment(POISON):  # read by the C library as the child starts
-        child.start()
-    there.close()
-    doing = ("compilation", "")
+def _side_by_side(waiting: deque[list[Task]], most: int, plan: Plan, show: Callable[[str], None]) -> Iterator[Line]:
+    running: list[_Child] = []
     try:
-        for op, implementation, dtype in todo:
-            show(f"{op}, {implementation}, {dtype}")
-            doing = ("compilation", "")
-            while True:
-                try:
-                    if not here.poll(SILENCE_S):
-                        yield _dead(op, implementation, dtype, doing, f"did not go on for {SILENCE_S:g} s")
-                        return
-                    message: Any = here.recv()
-                except EOFError:
-                    child.join()
-                    code = child.exitcode or 0
-                    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-                    yield _dead(op, implementation, dtype, doing, how)
-                    return
-                if isinstance(message, Line):
-                    yield message
-                    break
-                doing = message
+        while waiting or running:
+            while waiting and len(running) < most:
+                running.append(_Child(waiting.popleft(), plan, show))
+            patience = SILENCE_S - max(child.silent_s() for child in running)
+            heard = wait([child.pipe for child in running], timeout=max(0.0, patience))
+            for child in list(running):
+                if child.pipe in heard:
+                    line = child.receive()
+                elif child.silent_s() >= SILENCE_S:
+                    line = child.given_up(f"did not go on for {SILENCE_S:g} s")
+                else:
+                    continue
+                if line is not None:
+                    yield line
+                if child.over:
+                    running.remove(child)
+                    child.end()
+                    if child.left:
+                        waiting.appendleft(list(child.left))
     finally:
-        child.kill()  # one that loops in a kernel answers to nothing less
-        child.join()
+        for child in running:
+            child.end()
+
+
+class _Child:
+    """A process that runs lines.
+
+    Attributes:
+        pipe: Where its messages come from.
+        left: Lines that have not ended.
+        over: Whether no more will come from it.
+    """
+
+    def __init__(self, todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> None:
+        self.left, self.over = deque(todo), False
+        self._show = show
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # a forked child would inherit the pools' locks, not their threads
+        self.pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, list(todo), plan), daemon=True)
+        with _environment(POISON):  # read by the C library as the child starts
+            self._process.start()
+        there.close()
+        self._next()
+
+    def _next(self) -> None:
+        self._doing, self._heard = ("compilation", ""), time.monotonic()
+        self.over = not self.left
+        if self.left:
+            self._show(", ".join(self.left[0]))
+
+    def silent_s(self) -> float:
+        """Seconds since it was last heard of."""
+        return time.monotonic() - self._heard
+
+    def receive(self) -> Line | None:
+        """Takes its next message; returns the line that it ends, or that ends with the process."""
+        try:
+            message: Any = self.pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode or 0
+            return self.given_up(f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
+        if isinstance(message, Line):
+            self.left.popleft()
+            self._next()
+            return message
+        self._doing, self._heard = message, time.monotonic()
+        return None
+
+    def given_up(self, how: str) -> Line:
+        """Returns the line it was at, failed: the process ``how``."""
+        self.over = True
+        op, implementation, dtype = self.left.popleft()
+        row = _row(op, implementation, dtype)
+        failure = Failure(*self._doing, f"the process {how}")
+        return Line(op, implementation, dtype, "FAIL", row.bitwise, row.strided, failures=(failure,))
+
+    def end(self) -> None:
+        """Ends the process: one that loops in a kernel answers to nothing less."""
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
 
 
 @contextmanager
@@ -96,7 +156,5 @@ def _serve(pipe: Connection, todo: Sequence[Task], plan: Plan) -> None:
         pipe.send(run_line(OPS[op], OPS[op].implementations[implementation], dtype, plan, pipe.send))
 
 
-def _dead(op: str, implementation: str, dtype: str, doing: tuple[str, str], how: str) -> Line:
-    row = OPS[op].implementations[implementation]
-    failure = Failure(*doing, f"the process {how}")
-    return Line(op, implementation, dtype, "FAIL", row.bitwise, row.strided, failures=(failure,))
+def _row(op: str, implementation: str, _: str) -> Implementation:
+    return OPS[op].implementations[implementation]

@@ -40,7 +40,7 @@ def print_lines(document: dict[str, Any], out: TextIO) -> None:
     counts = {verdict: sum(line["verdict"] == verdict for line in document["lines"]) for verdict in VERDICTS}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count), file=out)
     if missing := document["planned"] - len(document["lines"]):
-        print(f"stopped before the last {missing} of {document['planned']} lines", file=out)
+        print(f"stopped: {missing} of {document['planned']} lines did not end", file=out)
 
 
 VERDICTS = ("PASS", "KNOWN", "FAIL", "not run")
