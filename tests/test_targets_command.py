@@ -24,6 +24,7 @@ class Survey:
     def __init__(self) -> None:
         self.failing: set[str] = set()
         self.asked: list[tuple[str, str]] = []
+        self.cold = True
 
     def __call__(self, variants: list[Variant], archs: list[Arch], show: object) -> list[Entry]:
         entries = []
@@ -31,7 +32,7 @@ class Survey:
             for variant in variants:
                 self.asked.append((str(variant), arch.name))
                 error = "k.mojo:1:2: error: e" if str(variant) in self.failing else None
-                entries.append(Entry(variant, arch, error, 1.5, 2, True, None if error else NEEDS))
+                entries.append(Entry(variant, arch, error, 1.5, 2, self.cold, None if error else NEEDS))
         return entries
 
 
@@ -57,7 +58,15 @@ def test_table_and_document_say_the_same(run: Run, survey: Survey, tmp_path: Pat
     lines = out.splitlines()
     assert lines[0].split()[:3] == ["kernel", "target", "compile"]
     assert " ".join(lines[1].split()) == "scale[f32,1] sm_80 1.5 4 mma.sync 3 100 0 1024 0 0 25% 5000"
-    assert lines[-1] == "8 of 8 compile: 4 kernels for 2 targets; 0 limits not kept"
+    assert lines[-1] == "8 of 8 compile: kernels 4, targets 2; limits not kept: 0"
+
+
+def test_seconds_of_an_earlier_run_are_marked(run: Run, survey: Survey) -> None:
+    assert "*" not in run("targets", "--target", "sm_80")[1]
+    survey.cold = False
+    lines = run("targets", "--target", "sm_80")[1].splitlines()
+    assert lines[1].split()[2] == "1.5*"
+    assert lines[-2] == "* compiled in an earlier run"
 
 
 def test_all_kernels_and_targets_are_asked_for_by_default(run: Run, survey: Survey) -> None:

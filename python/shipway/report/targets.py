@@ -20,7 +20,7 @@ def print_targets(document: dict[str, Any], out: TextIO) -> None:
             cells = ["failed", *[_NONE] * 9]
         else:
             cells = [
-                f"{entry['compile_s']:.1f}",
+                f"{entry['compile_s']:.1f}" + ("" if entry["compile_cold"] else "*"),
                 " ".join(f"{count} {kind}" for kind, count in needs["matrix"].items()) or _NONE,
                 str(sum(count for size, count in needs["loads"].items() if int(size) >= 16)),
                 *(str(needs[key]) for key in ("registers", "scalars", "shared", "stack")),
@@ -35,9 +35,11 @@ def print_targets(document: dict[str, Any], out: TextIO) -> None:
     entries = document["entries"]
     compiled = sum(entry["status"] == "ok" for entry in entries)
     kernels, targets = {entry["variant"] for entry in entries}, {entry["target"] for entry in entries}
+    if any(entry["figures"] is not None and not entry["compile_cold"] for entry in entries):
+        print("* compiled in an earlier run", file=out)
     print(
-        f"{compiled} of {len(entries)} compile: {len(kernels)} kernels for {len(targets)} targets; "
-        f"{len(document['exceeded'])} limits not kept",
+        f"{compiled} of {len(entries)} compile: kernels {len(kernels)}, targets {len(targets)}; "
+        f"limits not kept: {len(document['exceeded'])}",
         file=out,
     )
 
