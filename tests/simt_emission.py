@@ -14,11 +14,12 @@ from pathlib import Path
 from shipway.artefacts import artefact, source_of
 from shipway.simt.device import Device, Source
 
-FOLDER = Path(__file__).resolve().parent.parent / "mojo/tests/gpu"
+MOJO = Path(__file__).resolve().parent.parent / "mojo"
+FOLDER = MOJO / "tests/gpu"
 ARCHS = ("sm_80", "sm_90a", "gfx942", "gfx1100", "gfx1201")
 
 
-def emit(module: str, wanted: Mapping[str, Sequence[str]]) -> Path:
+def emit(module: str, wanted: Mapping[str, Sequence[str]], uses: Sequence[str]) -> Path:
     """Returns a folder with ``NUMBER.ARCH.ll`` for the kernels of a module that each target wants, in their order."""
     lines = [
         f'    Path("{number}.{arch}.ll").write_text(compile_info[{kernel}, target=get_gpu_target["{arch}"](),'
@@ -41,26 +42,28 @@ def emit(module: str, wanted: Mapping[str, Sequence[str]]) -> Path:
     def build(folder: Path) -> None:
         (folder / "driver.mojo").write_text(driver)
         mojo = Path(sysconfig.get_path("scripts")) / "mojo"
-        command = [str(mojo), "build", "-g1", "-I", str(FOLDER), "driver.mojo", "-o", "driver"]
+        command = [str(mojo), "build", "-g1", "-I", str(FOLDER), "-I", str(MOJO), "driver.mojo", "-o", "driver"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ)
         assert done.returncode == 0, done.stderr[-4000:]
         subprocess.run(["./driver"], cwd=folder, check=True)
         (folder / "driver").unlink()
 
-    parts = {"driver": driver, "source": source_of(str(FOLDER / f"{module}.mojo")), "folder": str(FOLDER)}
+    files = [FOLDER / f"{module}.mojo", *(MOJO / "kernels/gpu" / f"{name}.mojo" for name in uses)]
+    parts = {"driver": driver, "source": source_of(*map(str, files)), "folder": str(FOLDER)}
     return artefact("simt-tests", parts | {"mojo": version("mojo")}, build).path
 
 
 @cache
-def devices(module: str, wanted: str) -> dict[str, Device]:
+def devices(module: str, wanted: str, *uses: str) -> dict[str, Device]:
     """Returns a device per target whose kernels are those of a module, named by their Mojo expressions.
 
     Args:
         module: A file of ``mojo/tests/gpu``.
         wanted: JSON of the kernels of each target.
+        uses: Files of ``mojo/kernels/gpu`` that it depends on.
     """
     kernels: dict[str, list[str]] = json.loads(wanted)
-    folder = emit(module, kernels)
+    folder = emit(module, kernels, uses)
 
     def source(arch: str) -> Source:
         def read(kernel: str, parameters: tuple[str, ...], target: str) -> str:

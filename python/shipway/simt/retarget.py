@@ -276,6 +276,11 @@ class _Retargeting:
             name, call = product(call)
         if not call.is_asm and name.startswith(_HINTS):
             return
+        if call.is_asm and not call.callee.strip():  # its result is its operand: it only keeps compilers from moving it
+            (kind, value), *_ = call.arguments
+            kind_text = self._plain(kind)
+            yield f"{instruction.result} = bitcast {kind_text} {self._plain(value)} to {kind_text}"
+            return
         self.result.counts["call"] += 1
         if name in table():
             yield self._trap(instruction, call, table()[name])

@@ -97,6 +97,7 @@ static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
 void wgmma_bf16(Lane **lanes, int count) { (void)count, multiply(lanes, 1, bf16); }
 void wgmma_f16(Lane **lanes, int count) { (void)count, multiply(lanes, 1, f16); }
 void wgmma_registers_bf16(Lane **lanes, int count) { (void)count, multiply(lanes, 0, bf16); }
+void wgmma_registers_f16(Lane **lanes, int count) { (void)count, multiply(lanes, 0, f16); }
 
 void wgmma_fence(Lane **lanes, int count) {
   for (int i = 0; i < count; i++) lanes[i]->product_fence = 1;
