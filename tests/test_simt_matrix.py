@@ -6,6 +6,7 @@ import torch
 
 from shipway.simt import matrix_ops
 from shipway.simt.device import Device
+from shipway.targets.kernels import HOPPER
 
 DEVICES = {arch: Device(arch) for arch in ("sm_90a", "gfx942")}
 GROUP = 32
@@ -64,11 +65,10 @@ def test_the_grid_and_the_schedule_change_no_bit(arch: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 104, generator=generator).bfloat16() for rows in (70, 97))
     unread = torch.empty(0)
-    for kernel, parameters, rows in (
-        ("gemm", ("bf16", "64"), 70),
-        ("gemm", ("bf16", "16"), 70),
-        ("gemv", ("bf16", "bf16", "8"), 7),
-    ):
+    kernels = [("gemm", ("bf16", "64"), 70), ("gemm", ("bf16", "16"), 70), ("gemv", ("bf16", "bf16", "8"), 7)]
+    if arch in HOPPER:
+        kernels.append(("wgmma", ("bf16",), 70))
+    for kernel, parameters, rows in kernels:
         weights = [w, unread.half(), unread.byte()] if kernel == "gemv" else [w]
         outs = []
         for grid, seed in ((1, 0), (2, 1), (7, 2), (40, 3)):
@@ -81,7 +81,7 @@ def test_the_grid_and_the_schedule_change_no_bit(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("rows", [0, 1, 5, 20])
+@pytest.mark.parametrize("rows", [0, 1, 5, 20, 70])
 def test_q_k_and_v_stand_side_by_side(arch: str, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     for columns in (33, 64):
@@ -99,3 +99,19 @@ def test_rows_that_are_not_aligned_are_read_by_elements(arch: str, rows: int) ->
     assert x.data_ptr() % 16
     assert w.data_ptr() % 16
     assert close(matrix_ops.linear(DEVICES[arch], x, w), x, w.double())
+
+
+@pytest.mark.parametrize("act", [torch.bfloat16, torch.float16, torch.float32])
+def test_hopper_takes_its_own_products_for_tall_matrices(act: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[tuple[str, int], str] = {}
+    for arch, device in DEVICES.items():
+        for rows in (matrix_ops.FEW_ROWS, matrix_ops.FEW_ROWS + 1):
+
+            def launch(kernel: str, *_: object, key: tuple[str, int] = (arch, rows)) -> None:
+                launched[key] = kernel
+
+            monkeypatch.setattr(device, "launch", launch)
+            matrix_ops.linear(device, torch.zeros(rows, 16, dtype=act), torch.zeros(16, 16, dtype=act))
+    tall = {key for key, kernel in launched.items() if kernel == "linear_wgmma"}
+    assert tall == (set() if act == torch.float32 else {("sm_90a", matrix_ops.FEW_ROWS + 1)})
+    assert set(launched.values()) - {"linear_wgmma"} == {"linear_gemm"}

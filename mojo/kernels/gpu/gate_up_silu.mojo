@@ -18,7 +18,7 @@ from kernels.gpu.block import (
     threads_metadata,
     untracked,
 )
-from kernels.gpu.gemm_tile import GemmTile, Product
+from kernels.gpu.gemm_tile import BlockTile, GemmTile, Product, WarpTile
 from kernels.gpu.gemv_rows import GemvRows
 from kernels.gpu.staging import DenseRows, RowOffsets, loads_in_chunks
 from kernels.gpu.tile_op import Shared, accumulator_size
@@ -28,9 +28,10 @@ from kernels.gpu.weight_format import (
     PlainWeight,
     WeightFormat,
 )
+from kernels.gpu.wgmma_tile import WgmmaTile
 
 comptime NT = 64
-"""Columns of a GEMM tile, of gate and of up."""
+"""Columns of a GEMM tile, of gate and of up, `wgmma` or not."""
 
 
 @always_inline
@@ -41,45 +42,93 @@ def silu(x: Float32) -> Float32:
 
 @always_inline
 def gate_up_silu_gemm_tile[
-    t: DType, R: RowOffsets, //, MT: Int, in_chunks: Bool
+    R: RowOffsets, //, G: BlockTile, in_chunks: Bool
 ](
-    dst: MutPointer[Scalar[t], MutAnyOrigin],
-    of: Product[R, t, 2],
+    dst: MutPointer[Scalar[G.t], MutAnyOrigin],
+    of: Product[R, G.t, G.COUNT],
     tile: Int,
-    scratch: Shared[t],
+    scratch: Shared[G.t],
 ):
     """Computes one tile of out = silu(x @ gate^T) * (x @ up^T).
 
     Parameters:
-        t: Dtype of x, gate, up and out.
         R: How the rows of x lie.
-        MT: Rows of a tile.
+        G: The tile, of two matrices of weights.
         in_chunks: Whether rows of x, gate and up can be read by 16-byte loads.
 
     Args:
         dst: `[M, N]`.
         of: x, gate and up.
         tile: Which tile; neighbours share columns.
-        scratch: `GemmTile.SCRATCH` elements of shared memory.
+        scratch: `G.SCRATCH` elements of shared memory.
     """
-    comptime G = GemmTile[t, MT, NT, 2]
-    var m_tiles = ceildiv(of.m, MT)
+    comptime W = WarpTile[G]
+    var m_tiles = ceildiv(of.m, G.MT)
     var place = divide(tile, m_tiles)
-    var row = place[1] * MT
-    var column = place[0] * NT
+    var row = place[1] * G.MT
+    var column = place[0] * G.NT
     var sums = G.sums[in_chunks](of, row, column, scratch)
     var lane = Int(lane_id())
-    comptime for i in range(G.FM):
-        comptime for j in range(G.FN):
+    comptime for i in range(W.FM):
+        comptime for j in range(W.FN):
             comptime for e in range(accumulator_size()):
-                var r = row + G.row[i, e](lane)
-                var c = column + G.column[j, e](lane)
+                var r = row + W.row[i, e](lane)
+                var c = column + W.column[j, e](lane)
                 if r < of.m and c < of.n:
-                    var gate = sums[G.index[0, i, j]()][e]
-                    var up = sums[G.index[1, i, j]()][e]
+                    var gate = sums[W.index[0, i, j]()][e]
+                    var up = sums[W.index[1, i, j]()][e]
                     dst[unsafe_offset=r * of.n + c] = (silu(gate) * up).cast[
-                        t
+                        G.t
                     ]()
+
+
+@always_inline
+def _gate_up_silu_by_tiles[
+    G: BlockTile
+](
+    dst: MutPointer[Scalar[G.t], MutAnyOrigin],
+    x: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    gate: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    up: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    m: Int32,
+    n: Int32,
+    k: Int32,
+):
+    """Computes out by tiles G of two matrices of weights, arguments as of
+    `gate_up_silu_gemm`."""
+    var scratch = unsafe_stack_allocation[
+        G.SCRATCH,
+        Scalar[G.t],
+        alignment=G.ALIGNMENT,
+        address_space=AddressSpace.SHARED,
+    ]().unsafe_origin_cast[MutUntrackedOrigin]()
+    var columns = Int(k)
+    var of = Product(
+        untracked(x),
+        DenseRows(columns),
+        StaticTuple[Global[G.t], G.COUNT](untracked(gate), untracked(up)),
+        Int(m),
+        Int(n),
+        columns,
+    )
+
+    @always_inline
+    def tiles[in_chunks: Bool]() {imm}:
+        for tile in range(
+            Int(block_idx.x),
+            ceildiv(of.m, G.MT) * ceildiv(of.n, G.NT),
+            Int(grid_dim.x),
+        ):
+            gate_up_silu_gemm_tile[G, in_chunks](dst, of, tile, scratch)
+
+    if (
+        loads_in_chunks(x, columns)
+        and loads_in_chunks(gate, columns)
+        and loads_in_chunks(up, columns)
+    ):
+        tiles[True]()
+    else:
+        tiles[False]()
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
@@ -109,37 +158,27 @@ def gate_up_silu_gemm[
         n: N, from 1.
         k: K, from 1.
     """
-    comptime G = GemmTile[t, MT, NT, 2]
-    var scratch = unsafe_stack_allocation[
-        G.SCRATCH, Scalar[t], alignment=16, address_space=AddressSpace.SHARED
-    ]().unsafe_origin_cast[MutUntrackedOrigin]()
-    var columns = Int(k)
-    var of = Product(
-        untracked(x),
-        DenseRows(columns),
-        StaticTuple[Global[t], 2](untracked(gate), untracked(up)),
-        Int(m),
-        Int(n),
-        columns,
-    )
+    _gate_up_silu_by_tiles[GemmTile[t, MT, NT, 2]](dst, x, gate, up, m, n, k)
 
-    @always_inline
-    def tiles[in_chunks: Bool]() {imm}:
-        for tile in range(
-            Int(block_idx.x),
-            ceildiv(of.m, MT) * ceildiv(of.n, NT),
-            Int(grid_dim.x),
-        ):
-            gate_up_silu_gemm_tile[MT, in_chunks](dst, of, tile, scratch)
 
-    if (
-        loads_in_chunks(x, columns)
-        and loads_in_chunks(gate, columns)
-        and loads_in_chunks(up, columns)
-    ):
-        tiles[True]()
-    else:
-        tiles[False]()
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
+def gate_up_silu_wgmma[
+    t: DType
+](
+    dst: MutPointer[Scalar[t], MutAnyOrigin],
+    x: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    gate: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    up: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    m: Int32,
+    n: Int32,
+    k: Int32,
+):
+    """`gate_up_silu_gemm` on sm_90a, by `wgmma`.
+
+    Parameters:
+        t: Dtype of all arrays, bfloat16 or float16.
+    """
+    _gate_up_silu_by_tiles[WgmmaTile[t, NT, 2]](dst, x, gate, up, m, n, k)
 
 
 @always_inline

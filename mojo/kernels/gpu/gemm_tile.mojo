@@ -1,8 +1,9 @@
 """One tile of x `[M, K]` @ w `[N, K]`^T by a block, summed in registers.
 
 A tile has `MT` rows by `NT` columns, of one product or of several with the
-same x (gate and up). The warps stand side by side in it; two stages of shared
-memory are filled in turn, with one barrier per step of K.
+same x (gate and up). The ops are written for any `BlockTile`. `GemmTile` runs
+everywhere: the warps stand side by side in it; two stages of shared memory are
+filled in turn, with one barrier per step of K.
 """
 from std.math import ceildiv
 from std.sys import size_of
@@ -52,62 +53,25 @@ struct Product[R: RowOffsets, t: DType, COUNT: Int](
     var k: Int
 
 
-struct GemmTile[t: DType, MT: Int, NT: Int, COUNT: Int]:
-    """Tiles of one shape.
+trait BlockTile:
+    """Tiles of one shape, and how a block sums one."""
 
-    Parameters:
-        t: Dtype of x and w.
-        MT: Rows: 16, 32, or a multiple of 32.
-        NT: Columns, a multiple of 64.
-        COUNT: Weight matrices that x is multiplied by.
-    """
-
-    comptime KT = 64 // size_of[Self.t]()
-    """K of a step: 64 bytes of a row, two sectors of memory."""
-    comptime LD = row_stride[Self.t](Self.KT)
-    comptime STAGE = (Self.MT + Self.COUNT * Self.NT) * Self.LD
-    comptime SCRATCH = 2 * Self.STAGE
-    """Elements of shared memory, 16-byte aligned, that a tile needs."""
-    comptime WARPS_M = 2 if Self.MT > 32 else 1
-    comptime WARPS_N = WARPS // Self.WARPS_M
-    comptime FM = Self.MT // Self.WARPS_M // TILE
-    """Products of `mma16` one below the other in a warp."""
-    comptime FN = Self.NT // Self.WARPS_N // TILE
-    """Products of `mma16` side by side in a warp."""
-    comptime Sums = Array[Accumulator, Self.COUNT * Self.FM * Self.FN]
-    """A warp's elements of the tile, found by `index`, `row` and `column`."""
+    comptime t: DType
+    """Dtype of x and w."""
+    comptime MT: Int
+    """Rows of a tile."""
+    comptime NT: Int
+    """Columns of a tile."""
+    comptime COUNT: Int
+    """Weight matrices that x is multiplied by."""
+    comptime WARPS_M: Int
+    """Warps one below the other in a tile; the others stand beside them."""
+    comptime SCRATCH: Int
+    """Elements of shared memory that a tile needs."""
+    comptime ALIGNMENT: Int
+    """Bytes that their address is a multiple of."""
 
     @staticmethod
-    @always_inline
-    def index[w: Int, i: Int, j: Int]() -> Int:
-        """Where `Sums` holds the product of weights w, i-th from above, j-th
-        from the left."""
-        return (w * Self.FM + i) * Self.FN + j
-
-    @staticmethod
-    @always_inline
-    def _first_row() -> Int:
-        return Int(warp_id()) // Self.WARPS_N * (Self.FM * TILE)
-
-    @staticmethod
-    @always_inline
-    def _first_column() -> Int:
-        return Int(warp_id()) % Self.WARPS_N * (Self.FN * TILE)
-
-    @staticmethod
-    @always_inline
-    def row[i: Int, e: Int](lane: Int) -> Int:
-        """Row in the tile of element e of the i-th product from above."""
-        return Self._first_row() + i * TILE + c_row[e](lane)
-
-    @staticmethod
-    @always_inline
-    def column[j: Int, e: Int](lane: Int) -> Int:
-        """Column in the tile of element e of the j-th product from the left."""
-        return Self._first_column() + j * TILE + c_col[e](lane)
-
-    @staticmethod
-    @always_inline
     def sums[
         R: RowOffsets, //, in_chunks: Bool
     ](
@@ -115,7 +79,9 @@ struct GemmTile[t: DType, MT: Int, NT: Int, COUNT: Int]:
         row: Int,
         column: Int,
         scratch: Shared[Self.t],
-    ) -> Self.Sums:
+    ) -> Array[
+        Accumulator, Self.COUNT * Self.MT * Self.NT // WARPS // TILE**2
+    ]:
         """Sums the tile at `row`, `column`; all threads of the block call it.
 
         Rows from M on and columns from N on are 0; nothing is read there.
@@ -129,12 +95,97 @@ struct GemmTile[t: DType, MT: Int, NT: Int, COUNT: Int]:
             row: First row of the tile.
             column: First column of the tile.
             scratch: `SCRATCH` elements of shared memory.
+
+        Returns:
+            The warp's elements of the tile, found by `WarpTile`.
         """
+        ...
+
+
+struct WarpTile[G: BlockTile]:
+    """What a warp has of a tile: 16x16 products, FM by FN for each weight."""
+
+    comptime WARPS_N = WARPS // Self.G.WARPS_M
+    comptime FM = Self.G.MT // Self.G.WARPS_M // TILE
+    """Products one below the other."""
+    comptime FN = Self.G.NT // Self.WARPS_N // TILE
+    """Products side by side."""
+
+    @staticmethod
+    @always_inline
+    def index[w: Int, i: Int, j: Int]() -> Int:
+        """Where `sums` holds the product of weights w, i-th from above, j-th
+        from the left."""
+        return (w * Self.FM + i) * Self.FN + j
+
+    @staticmethod
+    @always_inline
+    def first_row() -> Int:
+        """The warp's first row in the tile."""
+        return Int(warp_id()) // Self.WARPS_N * (Self.FM * TILE)
+
+    @staticmethod
+    @always_inline
+    def first_column() -> Int:
+        """The warp's first column in the tile."""
+        return Int(warp_id()) % Self.WARPS_N * (Self.FN * TILE)
+
+    @staticmethod
+    @always_inline
+    def row[i: Int, e: Int](lane: Int) -> Int:
+        """Row in the tile of element e of the i-th product from above."""
+        return Self.first_row() + i * TILE + c_row[e](lane)
+
+    @staticmethod
+    @always_inline
+    def column[j: Int, e: Int](lane: Int) -> Int:
+        """Column in the tile of element e of the j-th product from the left."""
+        return Self.first_column() + j * TILE + c_col[e](lane)
+
+
+struct GemmTile[dtype: DType, rows: Int, columns: Int, count: Int](BlockTile):
+    """Tiles of one shape, by `mma16`.
+
+    Parameters:
+        dtype: Dtype of x and w.
+        rows: Rows: 16, 32, or a multiple of 32.
+        columns: Columns, a multiple of 64.
+        count: Weight matrices that x is multiplied by.
+    """
+
+    comptime t = Self.dtype
+    comptime MT = Self.rows
+    comptime NT = Self.columns
+    comptime COUNT = Self.count
+    comptime WARPS_M = 2 if Self.MT > 32 else 1
+    comptime KT = 64 // size_of[Self.t]()
+    """K of a step: 64 bytes of a row, two sectors of memory."""
+    comptime LD = row_stride[Self.t](Self.KT)
+    comptime STAGE = (Self.MT + Self.COUNT * Self.NT) * Self.LD
+    comptime SCRATCH = 2 * Self.STAGE
+    comptime ALIGNMENT = 16
+    comptime Warp = WarpTile[Self]
+    comptime Sums = Array[
+        Accumulator, Self.COUNT * Self.MT * Self.NT // WARPS // TILE**2
+    ]
+
+    @staticmethod
+    @always_inline
+    def sums[
+        R: RowOffsets, //, in_chunks: Bool
+    ](
+        of: Product[R, Self.t, Self.COUNT],
+        row: Int,
+        column: Int,
+        scratch: Shared[Self.t],
+    ) -> Array[
+        Accumulator, Self.COUNT * Self.MT * Self.NT // WARPS // TILE**2
+    ]:
         var lane = Int(lane_id())
         var steps = ceildiv(of.k, Self.KT)
         var sums = Self.Sums(fill=Accumulator(0))
-        var a_at = Self._first_row() * Self.LD
-        var b_at = (Self.MT + Self._first_column()) * Self.LD
+        var a_at = Self.Warp.first_row() * Self.LD
+        var b_at = (Self.MT + Self.Warp.first_column()) * Self.LD
         var stages = _Stages[
             R, Self.t, Self.MT, Self.NT, Self.KT, Self.COUNT, in_chunks
         ](of, row, column, Int(thread_idx.x))
@@ -165,18 +216,20 @@ struct GemmTile[t: DType, MT: Int, NT: Int, COUNT: Int]:
         mut sums: Self.Sums, a: Shared[Self.t], b: Shared[Self.t], lane: Int
     ):
         """Adds the warp's products over 16 k."""
-        var left = Array[Operand[Self.t, Self.LD, False], Self.FM](
+        var left = Array[Operand[Self.t, Self.LD, False], Self.Warp.FM](
             fill=load_a[Self.LD](a, lane)
         )
-        comptime for i in range(1, Self.FM):
+        comptime for i in range(1, Self.Warp.FM):
             left[i] = load_a[Self.LD](a.unsafe_offset(i * TILE * Self.LD), lane)
         comptime for w in range(Self.COUNT):
-            comptime for j in range(Self.FN):
+            comptime for j in range(Self.Warp.FN):
                 var right = load_b[Self.LD](
                     b.unsafe_offset((w * Self.NT + j * TILE) * Self.LD), lane
                 )
-                comptime for i in range(Self.FM):
-                    mma16(sums[Self.index[w, i, j]()], left[i], right, lane)
+                comptime for i in range(Self.Warp.FM):
+                    mma16(
+                        sums[Self.Warp.index[w, i, j]()], left[i], right, lane
+                    )
 
 
 struct _Stages[

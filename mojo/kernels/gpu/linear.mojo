@@ -18,7 +18,13 @@ from kernels.gpu.block import (
     threads_metadata,
     untracked,
 )
-from kernels.gpu.gemm_tile import GatheredRows, GemmTile, Product
+from kernels.gpu.gemm_tile import (
+    BlockTile,
+    GatheredRows,
+    GemmTile,
+    Product,
+    WarpTile,
+)
 from kernels.gpu.gemv_rows import GemvRows
 from kernels.gpu.staging import DenseRows, RowOffsets, loads_in_chunks
 from kernels.gpu.tile_op import Shared, accumulator_size
@@ -28,27 +34,29 @@ from kernels.gpu.weight_format import (
     PlainWeight,
     WeightFormat,
 )
+from kernels.gpu.wgmma_tile import WgmmaTile
 
 comptime NT = 64
 """Columns of a GEMM tile."""
+comptime WGMMA_NT = 128
+"""Columns of a GEMM tile of `wgmma`."""
 
 
 @always_inline
 def linear_gemm_tile[
-    t: DType, R: RowOffsets, //, MT: Int, residual: Bool, in_chunks: Bool
+    R: RowOffsets, //, G: BlockTile, residual: Bool, in_chunks: Bool
 ](
     dst: MutPointer[Float32, MutAnyOrigin],
-    of: Product[R, t, 1],
+    of: Product[R, G.t, G.COUNT],
     added: ImmPointer[Float32, ImmutAnyOrigin],
     tile: Int,
-    scratch: Shared[t],
+    scratch: Shared[G.t],
 ):
     """Computes one tile of out = x @ w^T (+ added).
 
     Parameters:
-        t: Dtype of x and w.
         R: How the rows of x lie.
-        MT: Rows of a tile.
+        G: The tile, of one matrix of weights.
         residual: Whether `added` is added.
         in_chunks: Whether rows of x and w can be read by 16-byte loads.
 
@@ -58,25 +66,80 @@ def linear_gemm_tile[
         added: `[M, N]` float32, read when `residual`.
         tile: Which tile; neighbours share columns, so weights are read while
             they are in the cache.
-        scratch: `GemmTile.SCRATCH` elements of shared memory.
+        scratch: `G.SCRATCH` elements of shared memory.
     """
-    comptime G = GemmTile[t, MT, NT, 1]
-    var m_tiles = ceildiv(of.m, MT)
+    comptime W = WarpTile[G]
+    var m_tiles = ceildiv(of.m, G.MT)
     var place = divide(tile, m_tiles)
-    var row = place[1] * MT
-    var column = place[0] * NT
+    var row = place[1] * G.MT
+    var column = place[0] * G.NT
     var sums = G.sums[in_chunks](of, row, column, scratch)
     var lane = Int(lane_id())
-    comptime for i in range(G.FM):
-        comptime for j in range(G.FN):
+    comptime for i in range(W.FM):
+        comptime for j in range(W.FN):
             comptime for e in range(accumulator_size()):
-                var r = row + G.row[i, e](lane)
-                var c = column + G.column[j, e](lane)
+                var r = row + W.row[i, e](lane)
+                var c = column + W.column[j, e](lane)
                 if r < of.m and c < of.n:
-                    var v = sums[G.index[0, i, j]()][e]
+                    var v = sums[W.index[0, i, j]()][e]
                     comptime if residual:
                         v += added[unsafe_offset=r * of.n + c]
                     dst[unsafe_offset=r * of.n + c] = v
+
+
+@always_inline
+def _linear_by_tiles[
+    G: BlockTile, residual: Bool, gather: Bool
+](
+    dst: MutPointer[Float32, MutAnyOrigin],
+    x: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    w: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    added: ImmPointer[Float32, ImmutAnyOrigin],
+    rows: ImmPointer[Int32, ImmutAnyOrigin],
+    m: Int32,
+    n: Int32,
+    k: Int32,
+):
+    """Computes out = x @ w^T (+ added) by tiles G, arguments as of
+    `linear_gemm`."""
+    var scratch = unsafe_stack_allocation[
+        G.SCRATCH,
+        Scalar[G.t],
+        alignment=G.ALIGNMENT,
+        address_space=AddressSpace.SHARED,
+    ]().unsafe_origin_cast[MutUntrackedOrigin]()
+    var columns = Int(k)
+
+    @always_inline
+    def tiles[R: RowOffsets, //, in_chunks: Bool](x_rows: R) {imm}:
+        var of = Product(
+            untracked(x),
+            x_rows,
+            StaticTuple[Global[G.t], G.COUNT](untracked(w)),
+            Int(m),
+            Int(n),
+            columns,
+        )
+        for tile in range(
+            Int(block_idx.x),
+            ceildiv(of.m, G.MT) * ceildiv(of.n, G.NT),
+            Int(grid_dim.x),
+        ):
+            linear_gemm_tile[G, residual, in_chunks](
+                dst, of, added, tile, scratch
+            )
+
+    @always_inline
+    def all_tiles[R: RowOffsets, //](x_rows: R) {imm}:
+        if loads_in_chunks(x, columns) and loads_in_chunks(w, columns):
+            tiles[True](x_rows)
+        else:
+            tiles[False](x_rows)
+
+    comptime if gather:
+        all_tiles(GatheredRows(untracked(rows), columns))
+    else:
+        all_tiles(DenseRows(columns))
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
@@ -111,42 +174,34 @@ def linear_gemm[
         n: N, from 1.
         k: K, from 1.
     """
-    comptime G = GemmTile[t, MT, NT, 1]
-    var scratch = unsafe_stack_allocation[
-        G.SCRATCH, Scalar[t], alignment=16, address_space=AddressSpace.SHARED
-    ]().unsafe_origin_cast[MutUntrackedOrigin]()
-    var columns = Int(k)
+    _linear_by_tiles[GemmTile[t, MT, NT, 1], residual, gather](
+        dst, x, w, added, rows, m, n, k
+    )
 
-    @always_inline
-    def tiles[R: RowOffsets, //, in_chunks: Bool](x_rows: R) {imm}:
-        var of = Product(
-            untracked(x),
-            x_rows,
-            StaticTuple[Global[t], 1](untracked(w)),
-            Int(m),
-            Int(n),
-            columns,
-        )
-        for tile in range(
-            Int(block_idx.x),
-            ceildiv(of.m, MT) * ceildiv(of.n, NT),
-            Int(grid_dim.x),
-        ):
-            linear_gemm_tile[MT, residual, in_chunks](
-                dst, of, added, tile, scratch
-            )
 
-    @always_inline
-    def all_tiles[R: RowOffsets, //](x_rows: R) {imm}:
-        if loads_in_chunks(x, columns) and loads_in_chunks(w, columns):
-            tiles[True](x_rows)
-        else:
-            tiles[False](x_rows)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
+def linear_wgmma[
+    t: DType, residual: Bool, gather: Bool
+](
+    dst: MutPointer[Float32, MutAnyOrigin],
+    x: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    w: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    added: ImmPointer[Float32, ImmutAnyOrigin],
+    rows: ImmPointer[Int32, ImmutAnyOrigin],
+    m: Int32,
+    n: Int32,
+    k: Int32,
+):
+    """`linear_gemm` on sm_90a, by `wgmma`.
 
-    comptime if gather:
-        all_tiles(GatheredRows(untracked(rows), columns))
-    else:
-        all_tiles(DenseRows(columns))
+    Parameters:
+        t: Dtype of x and w, bfloat16 or float16.
+        residual: Whether `added` is added.
+        gather: Whether row i of x is `rows[i]`.
+    """
+    _linear_by_tiles[WgmmaTile[t, WGMMA_NT, 1], residual, gather](
+        dst, x, w, added, rows, m, n, k
+    )
 
 
 @always_inline

@@ -22,7 +22,7 @@ from kernels.gpu.block import (
     threads_metadata,
     untracked,
 )
-from kernels.gpu.gemm_tile import GemmTile, Product
+from kernels.gpu.gemm_tile import BlockTile, GemmTile, Product, WarpTile
 from kernels.gpu.gemv_rows import GemvRows
 from kernels.gpu.staging import DenseRows, loads_in_chunks
 from kernels.gpu.tile_op import Shared, accumulator_size
@@ -32,9 +32,12 @@ from kernels.gpu.weight_format import (
     PlainWeight,
     WeightFormat,
 )
+from kernels.gpu.wgmma_tile import WgmmaTile
 
 comptime NT = 64
 """Columns of a GEMM tile."""
+comptime WGMMA_NT = 128
+"""Columns of a GEMM tile of `wgmma`."""
 
 
 @fieldwise_init
@@ -102,21 +105,20 @@ struct Projection[M: TrivialRegisterPassable](TrivialRegisterPassable):
 
 @always_inline
 def qkv_gemm_tile[
-    t: DType, //, MT: Int, in_chunks: Bool
+    G: BlockTile, in_chunks: Bool
 ](
     dst: MutPointer[Float32, MutAnyOrigin],
-    x: Global[t],
-    of: Projections[Global[t]],
+    x: Global[G.t],
+    of: Projections[Global[G.t]],
     m: Int,
     k: Int,
     tile: Int,
-    scratch: Shared[t],
+    scratch: Shared[G.t],
 ):
     """Computes one tile of one projection.
 
     Parameters:
-        t: Dtype of x and the weights.
-        MT: Rows of a tile.
+        G: The tile, of one matrix of weights.
         in_chunks: Whether rows of x and weights can be read by 16-byte loads.
 
     Args:
@@ -126,30 +128,88 @@ def qkv_gemm_tile[
         m: T.
         k: K.
         tile: Which tile; neighbours share columns.
-        scratch: `GemmTile.SCRATCH` elements of shared memory.
+        scratch: `G.SCRATCH` elements of shared memory.
     """
-    comptime G = GemmTile[t, MT, NT, 1]
-    var m_tiles = ceildiv(m, MT)
+    comptime W = WarpTile[G]
+    var m_tiles = ceildiv(m, G.MT)
     var place = divide(tile, m_tiles)
-    var row = place[1] * MT
-    var p = of.of_tile[NT](place[0])
+    var row = place[1] * G.MT
+    var p = of.of_tile[G.NT](place[0])
     var sums = G.sums[in_chunks](
         Product(
-            x, DenseRows(k), StaticTuple[Global[t], 1](p.matrix), m, p.n, k
+            x,
+            DenseRows(k),
+            StaticTuple[Global[G.t], G.COUNT](p.matrix),
+            m,
+            p.n,
+            k,
         ),
         row,
         p.column,
         scratch,
     )
     var lane = Int(lane_id())
-    comptime for i in range(G.FM):
-        comptime for j in range(G.FN):
+    comptime for i in range(W.FM):
+        comptime for j in range(W.FN):
             comptime for e in range(accumulator_size()):
-                var r = row + G.row[i, e](lane)
-                var c = p.column + G.column[j, e](lane)
+                var r = row + W.row[i, e](lane)
+                var c = p.column + W.column[j, e](lane)
                 if r < m and c < p.n:
-                    var v = sums[G.index[0, i, j]()][e]
+                    var v = sums[W.index[0, i, j]()][e]
                     dst[unsafe_offset=r * of.width() + p.first + c] = v
+
+
+@always_inline
+def _qkv_by_tiles[
+    G: BlockTile
+](
+    dst: MutPointer[Float32, MutAnyOrigin],
+    x: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    wq: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    wk: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    wv: ImmPointer[Scalar[G.t], ImmutAnyOrigin],
+    m: Int32,
+    nq: Int32,
+    nk: Int32,
+    k: Int32,
+):
+    """Computes the projections by tiles G of one matrix of weights, arguments
+    as of `qkv_gemm`."""
+    var scratch = unsafe_stack_allocation[
+        G.SCRATCH,
+        Scalar[G.t],
+        alignment=G.ALIGNMENT,
+        address_space=AddressSpace.SHARED,
+    ]().unsafe_origin_cast[MutUntrackedOrigin]()
+    var columns = Int(k)
+    var of = Projections(
+        StaticTuple[Global[G.t], 3](
+            untracked(wq), untracked(wk), untracked(wv)
+        ),
+        nq,
+        nk,
+    )
+
+    @always_inline
+    def tiles[in_chunks: Bool]() {imm}:
+        for tile in range(
+            Int(block_idx.x),
+            ceildiv(Int(m), G.MT) * of.tiles[G.NT](),
+            Int(grid_dim.x),
+        ):
+            qkv_gemm_tile[G, in_chunks](
+                dst, untracked(x), of, Int(m), columns, tile, scratch
+            )
+
+    if (
+        loads_in_chunks(x, columns)
+        and loads_in_chunks(wq, columns)
+        and loads_in_chunks(wk, columns)
+        and loads_in_chunks(wv, columns)
+    ):
+        tiles[True]()
+    else:
+        tiles[False]()
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
@@ -183,37 +243,29 @@ def qkv_gemm[
         nk: Nk, from 1.
         k: K, from 1.
     """
-    comptime G = GemmTile[t, MT, NT, 1]
-    var scratch = unsafe_stack_allocation[
-        G.SCRATCH, Scalar[t], alignment=16, address_space=AddressSpace.SHARED
-    ]().unsafe_origin_cast[MutUntrackedOrigin]()
-    var columns = Int(k)
-    var of = Projections(
-        StaticTuple[Global[t], 3](untracked(wq), untracked(wk), untracked(wv)),
-        nq,
-        nk,
-    )
+    _qkv_by_tiles[GemmTile[t, MT, NT, 1]](dst, x, wq, wk, wv, m, nq, nk, k)
 
-    @always_inline
-    def tiles[in_chunks: Bool]() {imm}:
-        for tile in range(
-            Int(block_idx.x),
-            ceildiv(Int(m), MT) * of.tiles[NT](),
-            Int(grid_dim.x),
-        ):
-            qkv_gemm_tile[MT, in_chunks](
-                dst, untracked(x), of, Int(m), columns, tile, scratch
-            )
 
-    if (
-        loads_in_chunks(x, columns)
-        and loads_in_chunks(wq, columns)
-        and loads_in_chunks(wk, columns)
-        and loads_in_chunks(wv, columns)
-    ):
-        tiles[True]()
-    else:
-        tiles[False]()
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
+def qkv_wgmma[
+    t: DType
+](
+    dst: MutPointer[Float32, MutAnyOrigin],
+    x: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    wq: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    wk: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    wv: ImmPointer[Scalar[t], ImmutAnyOrigin],
+    m: Int32,
+    nq: Int32,
+    nk: Int32,
+    k: Int32,
+):
+    """`qkv_gemm` on sm_90a, by `wgmma`.
+
+    Parameters:
+        t: Dtype of x and the weights, bfloat16 or float16.
+    """
+    _qkv_by_tiles[WgmmaTile[t, WGMMA_NT, 1]](dst, x, wq, wk, wv, m, nq, nk, k)
 
 
 @always_inline

@@ -26,6 +26,7 @@ from max.gpu.memory import (
 )
 from kernels.gpu.block import THREADS
 from kernels.gpu.tile_op import Shared, row_stride
+from kernels.gpu.wgmma_op import Panel
 
 
 trait RowOffsets(TrivialRegisterPassable):
@@ -77,10 +78,10 @@ def arrive():
     barrier()
 
 
-struct Staged[t: DType, ROWS: Int, COLUMNS: Int, in_chunks: Bool](
-    TrivialRegisterPassable
-):
-    """Copies of tiles `[ROWS, COLUMNS]`, rows `row_stride[t](COLUMNS)` apart.
+struct Staged[
+    t: DType, ROWS: Int, COLUMNS: Int, in_chunks: Bool, swizzled: Bool = False
+](TrivialRegisterPassable):
+    """Copies of tiles `[ROWS, COLUMNS]`.
 
     Parameters:
         t: Dtype.
@@ -88,6 +89,8 @@ struct Staged[t: DType, ROWS: Int, COLUMNS: Int, in_chunks: Bool](
         COLUMNS: Columns of a tile, a multiple of 16.
         in_chunks: Whether rows begin 16-byte aligned and hold a multiple of 16
             bytes; otherwise elements are read one by one.
+        swizzled: Whether a tile is a `Panel` of `wgmma_op`, else it has rows
+            `row_stride[t](COLUMNS)` apart.
     """
 
     comptime CHUNK = chunk[Self.t]()
@@ -105,6 +108,15 @@ struct Staged[t: DType, ROWS: Int, COLUMNS: Int, in_chunks: Bool](
     @always_inline
     def _asynchronous() -> Bool:
         return is_nvidia_gpu() and Self.in_chunks
+
+    @staticmethod
+    @always_inline
+    def _place(row: Int, column: Int) -> Int:
+        """Elements from the tile's start to a chunk."""
+        comptime if Self.swizzled:
+            return Panel[Self.t, Self.COLUMNS].at(row, column // Self.CHUNK)
+        else:
+            return row * Self.STRIDE + column
 
     comptime Held = Array[
         SIMD[Self.t, Self.CHUNK], ceildiv(Self.PIECES, THREADS())
@@ -155,7 +167,7 @@ struct Staged[t: DType, ROWS: Int, COLUMNS: Int, in_chunks: Bool](
                         source.unsafe_offset(at).unsafe_address_space_cast[
                             AddressSpace.GLOBAL
                         ](),
-                        to.unsafe_offset(r * Self.STRIDE + c),
+                        to.unsafe_offset(Self._place(r, c)),
                         Int32(16) * Int32(there),
                     )
                 elif Self.in_chunks:
@@ -181,7 +193,7 @@ struct Staged[t: DType, ROWS: Int, COLUMNS: Int, in_chunks: Bool](
                 var r = Int(piece // UInt32(Self.PER_ROW))
                 var c = Int(piece % UInt32(Self.PER_ROW)) * Self.CHUNK
                 if Self._whole() or piece < UInt32(Self.PIECES):
-                    to.unsafe_offset(r * Self.STRIDE + c).unsafe_store[
+                    to.unsafe_offset(Self._place(r, c)).unsafe_store[
                         alignment=16
                     ](0, held[i])
 

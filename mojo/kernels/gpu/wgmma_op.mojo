@@ -259,7 +259,7 @@ def _template[t: DType, width: Int]() -> String:
     return String(
         "{ .reg .pred p; setp.ne.b32 p, $",
         width + 5,
-        ", 0; wgmma.mma_async.sync.aligned.m64n",
+        ", 0;\nwgmma.mma_async.sync.aligned.m64n",
         width * 2,
         "k16.f32.",
         word,

@@ -11,11 +11,12 @@ import torch
 
 from shipway.simt.device import Device
 from shipway.simt.row_ops import DTYPES, GRID, unwritten
+from shipway.targets.kernels import HOPPER
 
 BATCHES = (1, 4, 8)
 """Rows of x for which there are GEMV kernels; more rows go to a GEMM."""
 FEW_ROWS = 32
-"""Up to this many rows the GEMM has tiles of 16 rows, else of 64."""
+"""Up to this many rows the GEMM has tiles of 16 rows, else of 64; those are Hopper's own where it can."""
 
 
 def linear(device: Device, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,7 @@ def gate_up_silu(device: Device, x: torch.Tensor, gate: torch.Tensor, up: torch.
     """``silu(x @ gate^T) * (x @ up^T)`` in the dtype of x."""
     out = unwritten(len(x), len(gate), dtype=x.dtype)
     word, sizes = DTYPES[x.dtype], (len(x), *gate.shape)
-    kernel, shape = _kernel(word, len(x))
+    kernel, shape = _kernel(device.arch, word, len(x))
     if kernel == "gemv":
         no_scales, no_zeros = _unread()
         weights = [gate, no_scales, no_zeros, up, no_scales, no_zeros]
@@ -57,7 +58,7 @@ def mlp(
 def qkv(device: Device, x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor) -> torch.Tensor:
     """``x @ wq^T``, ``x @ wk^T`` and ``x @ wv^T`` side by side: ``[T, Nq + 2 Nk]`` float32."""
     out = unwritten(len(x), len(wq) + 2 * len(wk), dtype=torch.float32)
-    kernel, shape = _kernel(DTYPES[x.dtype], len(x))
+    kernel, shape = _kernel(device.arch, DTYPES[x.dtype], len(x))
     if kernel == "gemv":
         no_scales, no_zeros = _unread()
         weights = [argument for w in (wq, wk, wv) for argument in (w, no_scales, no_zeros)]
@@ -77,7 +78,7 @@ def _linear(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = unwritten(count, len(w), dtype=torch.float32)
-    kernel, shape = _kernel(DTYPES[x.dtype], count)
+    kernel, shape = _kernel(device.arch, DTYPES[x.dtype], count)
     no_scales, no_zeros = _unread()
     weights = [w, no_scales, no_zeros] if kernel == "gemv" else [w]
     added = torch.empty(0) if residual is None else residual
@@ -87,10 +88,12 @@ def _linear(
     return out
 
 
-def _kernel(act: str, rows: int) -> tuple[str, tuple[str, ...]]:
-    """Returns the kernel for so many rows of x, ``"gemv"`` or ``"gemm"``, and its parameters but flags."""
+def _kernel(arch: str, act: str, rows: int) -> tuple[str, tuple[str, ...]]:
+    """Returns the kernel for so many rows of x, ``"gemv"``, ``"gemm"`` or ``"wgmma"``, and its parameters but flags."""
     if rows <= BATCHES[-1]:
         return "gemv", (act, act, str(BATCHES[bisect_left(BATCHES, rows)]))
+    if rows > FEW_ROWS and arch in HOPPER and act != "f32":
+        return "wgmma", (act,)
     return "gemm", (act, "16" if rows <= FEW_ROWS else "64")
 
 

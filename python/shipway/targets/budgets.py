@@ -18,7 +18,7 @@ from shipway.targets.kernels import Variant, matching
 from shipway.targets.survey import Entry
 
 _MOST = ("spills", "scalar_spills", "stack", "registers", "shared", "code_bytes")
-_LEAST = ("matrix", "loads16", "occupancy")
+_LEAST = ("matrix", "wgmma", "loads16", "occupancy")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Budget:
         kernels: Pattern of a kernel's name or a variant's, with ``*`` and ``?``.
         targets: Pattern of the targets.
         limits: The largest value of ``spills``, ``scalar_spills``, ``stack``, ``registers``, ``shared`` and
-            ``code_bytes``; the smallest of ``matrix`` (matrix instructions), ``loads16`` (loads of 16 bytes or more)
-            and ``occupancy``.
+            ``code_bytes``; the smallest of ``matrix`` (matrix instructions), ``wgmma`` (those of a warpgroup),
+            ``loads16`` (loads of 16 bytes or more) and ``occupancy``.
     """
 
     kernels: str
@@ -117,6 +117,7 @@ def _of_entry(entry: Entry, budgets: Sequence[Budget]) -> list[str]:
         "shared": needs.shared,
         "code_bytes": needs.code_bytes,
         "matrix": sum(needs.matrix.values()),
+        "wgmma": needs.matrix.get("wgmma", 0),
         "loads16": sum(count for size, count in needs.loads.items() if size >= 16),
         "occupancy": entry.occupancy,
     }

@@ -72,9 +72,12 @@ class Variant:
         return f"[{', '.join(words)}]" if words else ""
 
 
+HOPPER = ("sm_90a",)
+"""The target that has ``wgmma``."""
 _ROWS = ("16", "64")  # of x in a tile of a GEMM
 _BATCHES = ("1", "4", "8")  # rows of x for which a GEMV reads the weights once
 _ACTS = ("f32", "bf16", "f16")
+_HALVES = ("bf16", "f16")
 _EACH = tuple((act,) for act in _ACTS)
 # Format of the weights, uint8 for int4, dtype of x, rows of x.
 _GEMV = (
@@ -99,6 +102,15 @@ KERNELS: tuple[DeviceKernel, ...] = (
         matrix=True,
     ),
     DeviceKernel(
+        "linear_wgmma",
+        "kernels.gpu.linear",
+        ("t", "residual: Bool", "gather: Bool"),
+        tuple((act, *flags) for act in _HALVES for flags in _FLAGS),
+        ("linear", "linear_residual", "mlp", "lm_head"),
+        matrix=True,
+        targets=HOPPER,
+    ),
+    DeviceKernel(
         "linear_gemv",
         "kernels.gpu.linear",
         ("w", "t", "BATCH", "residual: Bool", "gather: Bool"),
@@ -115,6 +127,15 @@ KERNELS: tuple[DeviceKernel, ...] = (
         matrix=True,
     ),
     DeviceKernel(
+        "gate_up_silu_wgmma",
+        "kernels.gpu.gate_up_silu",
+        ("t",),
+        tuple((act,) for act in _HALVES),
+        ("gate_up_silu", "mlp"),
+        matrix=True,
+        targets=HOPPER,
+    ),
+    DeviceKernel(
         "gate_up_silu_gemv",
         "kernels.gpu.gate_up_silu",
         ("w", "t", "BATCH"),
@@ -129,6 +150,15 @@ KERNELS: tuple[DeviceKernel, ...] = (
         tuple((act, rows) for act in _ACTS for rows in _ROWS),
         ("qkv_rope_append",),
         matrix=True,
+    ),
+    DeviceKernel(
+        "qkv_wgmma",
+        "kernels.gpu.qkv",
+        ("t",),
+        tuple((act,) for act in _HALVES),
+        ("qkv_rope_append",),
+        matrix=True,
+        targets=HOPPER,
     ),
     DeviceKernel(
         "qkv_gemv",

@@ -7,6 +7,7 @@ from kernels.gpu.gate_up_silu import (
     NT,
     gate_up_silu_gemm,
     gate_up_silu_gemv,
+    gate_up_silu_wgmma,
 )
 from kernels.register.gpu.launch import (
     GEMV_BATCHES,
@@ -15,6 +16,7 @@ from kernels.register.gpu.launch import (
     TALL_TILE,
     THREADS,
     blocks,
+    by_wgmma,
     gemv_tiles,
     unread,
 )
@@ -75,6 +77,31 @@ def _gemm[
     )
 
 
+def _wgmma[
+    t: DType, //
+](
+    ctx: DeviceContext,
+    dst: Pointer[mut=True, Scalar[t], _],
+    x: Pointer[Scalar[t], _],
+    gate: Pointer[Scalar[t], _],
+    up: Pointer[Scalar[t], _],
+    m: Int,
+    n: Int,
+    k: Int,
+) raises:
+    ctx.enqueue_function[gate_up_silu_wgmma[t]](
+        dst,
+        x,
+        gate,
+        up,
+        Int32(m),
+        Int32(n),
+        Int32(k),
+        grid_dim=blocks(ceildiv(m, TALL_TILE) * ceildiv(n, NT)),
+        block_dim=THREADS,
+    )
+
+
 def launch_gate_up_silu[
     t: DType, //
 ](
@@ -111,7 +138,10 @@ def launch_gate_up_silu[
     if m <= SHORT_ROWS:
         _gemm[SHORT_TILE](ctx, dst, x, gate, up, m, n, k)
     else:
-        _gemm[TALL_TILE](ctx, dst, x, gate, up, m, n, k)
+        comptime if by_wgmma[t]():
+            _wgmma(ctx, dst, x, gate, up, m, n, k)
+        else:
+            _gemm[TALL_TILE](ctx, dst, x, gate, up, m, n, k)
 
 
 @extensibility.register("gate_up_silu", type="gpu")

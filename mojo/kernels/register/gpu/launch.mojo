@@ -23,6 +23,13 @@ comptime TALL_TILE = 64
 
 
 @always_inline
+def by_wgmma[t: DType]() -> Bool:
+    """Whether a GEMM above `SHORT_ROWS` is Hopper's own, of tiles of as many
+    rows."""
+    return DEVICE.arch_name == "hopper" and t.is_half_float()
+
+
+@always_inline
 def blocks(tiles: Int) -> Int:
     """Blocks for a number of tiles, at least one."""
     comptime most = BLOCKS_PER_MULTIPROCESSOR * DEVICE.sm_count

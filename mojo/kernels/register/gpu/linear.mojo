@@ -3,7 +3,13 @@ from std.math import ceildiv
 from max.gpu.host import DeviceContext
 import extensibility
 from extensibility import InputTensor, OutputTensor
-from kernels.gpu.linear import NT, linear_gemm, linear_gemv
+from kernels.gpu.linear import (
+    NT,
+    WGMMA_NT,
+    linear_gemm,
+    linear_gemv,
+    linear_wgmma,
+)
 from kernels.gpu.tile_op import F32
 from kernels.register.gpu.launch import (
     GEMV_BATCHES,
@@ -12,6 +18,7 @@ from kernels.register.gpu.launch import (
     TALL_TILE,
     THREADS,
     blocks,
+    by_wgmma,
     gemv_tiles,
     unread,
 )
@@ -74,6 +81,33 @@ def _gemm[
     )
 
 
+def _wgmma[
+    t: DType, //, residual: Bool, gather: Bool
+](
+    ctx: DeviceContext,
+    dst: Pointer[mut=True, Float32, _],
+    x: Pointer[Scalar[t], _],
+    w: Pointer[Scalar[t], _],
+    added: Pointer[Float32, _],
+    rows: Pointer[Int32, _],
+    m: Int,
+    n: Int,
+    k: Int,
+) raises:
+    ctx.enqueue_function[linear_wgmma[t, residual, gather]](
+        dst,
+        x,
+        w,
+        added,
+        rows,
+        Int32(m),
+        Int32(n),
+        Int32(k),
+        grid_dim=blocks(ceildiv(m, TALL_TILE) * ceildiv(n, WGMMA_NT)),
+        block_dim=THREADS,
+    )
+
+
 def launch_linear[
     t: DType, //, residual: Bool, gather: Bool
 ](
@@ -118,7 +152,12 @@ def launch_linear[
             ctx, dst, x, w, added, rows, m, n, k
         )
     else:
-        _gemm[TALL_TILE, residual, gather](ctx, dst, x, w, added, rows, m, n, k)
+        comptime if by_wgmma[t]():
+            _wgmma[residual, gather](ctx, dst, x, w, added, rows, m, n, k)
+        else:
+            _gemm[TALL_TILE, residual, gather](
+                ctx, dst, x, w, added, rows, m, n, k
+            )
 
 
 @extensibility.register("linear", type="gpu")

@@ -6,8 +6,7 @@ from extensibility import InputTensor, OutputTensor
 from extensibility.managed_tensor_slice import (
     _MutableInputTensor as MutableInputTensor,
 )
-from kernels.gpu.linear import NT
-from kernels.gpu.qkv import qkv_gemm, qkv_gemv
+from kernels.gpu.qkv import NT, WGMMA_NT, qkv_gemm, qkv_gemv, qkv_wgmma
 from kernels.gpu.rope_append import rope_append
 from kernels.gpu.tile_op import F32
 from kernels.kv_cache import CacheShape
@@ -18,6 +17,7 @@ from kernels.register.gpu.launch import (
     TALL_TILE,
     THREADS,
     blocks,
+    by_wgmma,
     gemv_tiles,
     unread,
 )
@@ -93,6 +93,38 @@ def _gemm[
     )
 
 
+def _wgmma[
+    t: DType, //
+](
+    ctx: DeviceContext,
+    dst: Pointer[mut=True, Float32, _],
+    x: Pointer[Scalar[t], _],
+    wq: Pointer[Scalar[t], _],
+    wk: Pointer[Scalar[t], _],
+    wv: Pointer[Scalar[t], _],
+    m: Int,
+    nq: Int,
+    nk: Int,
+    k: Int,
+) raises:
+    ctx.enqueue_function[qkv_wgmma[t]](
+        dst,
+        x,
+        wq,
+        wk,
+        wv,
+        Int32(m),
+        Int32(nq),
+        Int32(nk),
+        Int32(k),
+        grid_dim=blocks(
+            ceildiv(m, TALL_TILE)
+            * (ceildiv(nq, WGMMA_NT) + 2 * ceildiv(nk, WGMMA_NT))
+        ),
+        block_dim=THREADS,
+    )
+
+
 def launch_qkv[
     t: DType, //
 ](
@@ -131,7 +163,10 @@ def launch_qkv[
     if m <= SHORT_ROWS:
         _gemm[SHORT_TILE](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
     else:
-        _gemm[TALL_TILE](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
+        comptime if by_wgmma[t]():
+            _wgmma(ctx, dst, x, wq, wk, wv, m, nq, nk, k)
+        else:
+            _gemm[TALL_TILE](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
 
 
 def launch_rope_append[
