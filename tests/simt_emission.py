@@ -19,7 +19,7 @@ FOLDER = MOJO / "tests/gpu"
 ARCHS = ("sm_80", "sm_90a", "gfx942", "gfx1100", "gfx1201")
 
 
-def emit(module: str, wanted: Mapping[str, Sequence[str]], uses: Sequence[str]) -> Path:
+def emit(module: str, wanted: Mapping[str, Sequence[str]], uses: Sequence[str], texts: Mapping[str, str]) -> Path:
     """Returns a folder with ``NUMBER.ARCH.ll`` for the kernels of a module that each target wants, in their order."""
     lines = [
         f'    Path("{number}.{arch}.ll").write_text(compile_info[{kernel}, target=get_gpu_target["{arch}"](),'
@@ -40,7 +40,8 @@ def emit(module: str, wanted: Mapping[str, Sequence[str]], uses: Sequence[str]) 
     )
 
     def build(folder: Path) -> None:
-        (folder / "driver.mojo").write_text(driver)
+        for name, text in {**texts, "driver": driver}.items():
+            (folder / f"{name}.mojo").write_text(text)
         mojo = Path(sysconfig.get_path("scripts")) / "mojo"
         command = [str(mojo), "build", "-g1", "-I", str(FOLDER), "-I", str(MOJO), "driver.mojo", "-o", "driver"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ)
@@ -48,22 +49,25 @@ def emit(module: str, wanted: Mapping[str, Sequence[str]], uses: Sequence[str]) 
         subprocess.run(["./driver"], cwd=folder, check=True)
         (folder / "driver").unlink()
 
-    files = [FOLDER / f"{module}.mojo", *(MOJO / "kernels/gpu" / f"{name}.mojo" for name in uses)]
-    parts = {"driver": driver, "source": source_of(*map(str, files)), "folder": str(FOLDER)}
+    files = [MOJO / "kernels/gpu" / f"{name}.mojo" for name in uses]
+    if module not in texts:
+        files.append(FOLDER / f"{module}.mojo")
+    parts = {"driver": driver, "source": source_of(*map(str, files)), "texts": texts, "folder": str(FOLDER)}
     return artefact("simt-tests", parts | {"mojo": version("mojo")}, build).path
 
 
 @cache
-def devices(module: str, wanted: str, *uses: str) -> dict[str, Device]:
+def devices(module: str, wanted: str, *uses: str, texts: str = "{}") -> dict[str, Device]:
     """Returns a device per target whose kernels are those of a module, named by their Mojo expressions.
 
     Args:
-        module: A file of ``mojo/tests/gpu``.
+        module: A file of ``mojo/tests/gpu``, or one of ``texts``.
         wanted: JSON of the kernels of each target.
         uses: Files of ``mojo/kernels/gpu`` that it depends on.
+        texts: JSON of further modules by name.
     """
     kernels: dict[str, list[str]] = json.loads(wanted)
-    folder = emit(module, kernels, uses)
+    folder = emit(module, kernels, uses, json.loads(texts))
 
     def source(arch: str) -> Source:
         def read(kernel: str, parameters: tuple[str, ...], target: str) -> str:
