@@ -5,11 +5,14 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from shipway.ops import tf32
 from shipway.simt import c_runtime
 from shipway.simt.device import Device
+from shipway.simt.findings import Finding
 from shipway.simt.intrinsics import SCOPES, table
 from simt_emission import ARCHS, devices
 
@@ -24,7 +27,7 @@ EVERYWHERE = (
     "dynamic",
     "atomics",
 )
-NVIDIA = ("product[DType.float32]", "matrix_loads", "copies")
+NVIDIA = ("product[DType.float32]", "tf32", "matrix_loads", "copies")
 AMD = ("buffers",)
 WANTED = {arch: EVERYWHERE + (NVIDIA if arch.startswith("sm") else AMD) for arch in ARCHS}
 on_nvidia = pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch.startswith("sm")])
@@ -163,6 +166,8 @@ def check_product(arch: str, dtype: str, columns: int, depth: int, held: object)
     gpu = device(arch)
     kind = getattr(torch, dtype)
     a, b, c = torch.randn(16, depth).to(kind), torch.randn(depth, columns).to(kind), torch.randn(16, columns)
+    if kind == torch.float32:  # tf32
+        a, b = (torch.from_numpy(tf32.operand(m.numpy())) for m in (a, b))
     maps = [held(lane) for lane in range(gpu.warp_size)]  # type: ignore[operator]
     registers = [
         torch.stack([matrix[row, column] for entry in maps for row, column in entry[which]])
@@ -170,8 +175,6 @@ def check_product(arch: str, dtype: str, columns: int, depth: int, held: object)
     ]
     out = nan(len(registers[2]))
     gpu.launch(f"product[DType.{dtype}]", (), 1, [out, *registers], threads=gpu.warp_size)
-    if dtype == "float32":  # tf32: the unit does not look at the lower 13 bits
-        a, b = ((m.view(torch.int32) & -8192).view(torch.float32) for m in (a, b))
     wanted = a.double() @ b.double() + c.double()
     for value, (row, column) in zip(out, [place for entry in maps for place in entry[2]], strict=True):
         assert abs(value - wanted[row, column]) < 1e-5
@@ -191,6 +194,44 @@ def test_matrix_instruction_multiplies_what_the_document_says_each_lane_holds(ar
 @on_nvidia
 def test_tf32_matrix_instruction(arch: str) -> None:
     check_product(arch, "float32", 8, 8, nvidia_tf32)
+
+
+@on_nvidia
+@pytest.mark.parametrize("which", [0, 1])
+def test_operand_that_is_not_rounded_to_tf32_is_undefined(arch: str, which: int) -> None:
+    operands = [torch.ones(128), torch.ones(64), torch.ones(128)]
+    device(arch).launch("product[DType.float32]", (), 1, [nan(128), *operands], threads=32)
+    operands[which][-1] += 2**-11
+    with pytest.raises(Finding, match=r"undefined: .*mma.* lane 31 gives 1\.00048828, which is not rounded to tf32"):
+        device(arch).launch("product[DType.float32]", (), 1, [nan(128), *operands], threads=32)
+
+
+@on_nvidia
+def test_rounding_to_tf32_is_to_nearest_with_ties_away_from_zero(arch: str) -> None:
+    ulp = 2.0**-10
+    cases = [
+        (1 + ulp / 2, 1 + ulp),  # to even it would be 1
+        (-1 - ulp / 2, -1 - ulp),
+        (1 + 3 * ulp / 2, 1 + 2 * ulp),
+        (1 + 0.49 * ulp, 1),
+        (1 + 0.51 * ulp, 1 + ulp),
+        (2 - ulp / 4, 2),  # into the next binade
+        ((2 - ulp / 4) * 2.0**127, math.inf),
+        ((2 - ulp) * 2.0**127, (2 - ulp) * 2.0**127),
+        (math.inf, math.inf),
+        (-math.inf, -math.inf),
+        (0.0, 0.0),
+        (3 * 2.0**-138, 2 * 2.0**-137),  # subnormal
+    ]
+    values, expected = torch.tensor(cases).T
+    out = torch.zeros(len(cases) + 1, dtype=torch.int32)
+    x = torch.cat([values, torch.tensor([math.nan])])
+    device(arch).launch("tf32", (), 1, [out.view(torch.uint32), x], threads=len(x))
+    assert torch.equal(out[:-1].view(torch.float32), expected)
+    assert out[-1].view(torch.float32).isnan()
+    assert not (out & 0x1FFF).any()
+    finite = values.isfinite()
+    assert np.array_equal(tf32.operand(values[finite].numpy()), expected[finite].numpy())
 
 
 @on_nvidia

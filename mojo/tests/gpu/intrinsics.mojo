@@ -3,6 +3,7 @@ from std.atomic import Atomic, Ordering, fence
 from std.math import cos, erf, exp, exp2, log, log2, rsqrt, sin, sqrt, tanh
 from std.memory import unsafe_stack_allocation
 from std.sys.info import _is_amd_rdna, is_nvidia_gpu
+from std.sys.intrinsics import llvm_intrinsic
 from max.gpu import (
     AddressSpace,
     WARP_SIZE,
@@ -153,6 +154,14 @@ def product[
         c.unsafe_load[width=held_c()](l * held_c()),
     )
     o.unsafe_store(l * held_c(), d)
+
+
+def tf32(o: U, x: G):
+    """NVIDIA: x rounded to tf32, its bits."""
+    var i = Int(thread_idx.x)
+    o[unsafe_offset=i] = UInt32(
+        llvm_intrinsic["llvm.nvvm.f2tf32.rna", Int32](x[unsafe_offset=i])
+    )
 
 
 def matrix_loads(

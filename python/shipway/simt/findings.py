@@ -11,6 +11,7 @@ KINDS = {
     6: "deadlock",
     7: "crash",
     8: "unsupported",
+    9: "undefined",
 }
 """Kinds of findings by the runtime's numbers."""
 

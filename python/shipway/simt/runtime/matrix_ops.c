@@ -12,9 +12,23 @@ float f16(uint16_t bits) {
   _Float16 value;
   return memcpy(&value, &bits, 2), value;
 }
-static float tf32(uint32_t bits) {  // the unit reads the upper 19 bits
+// float32 as tf32, which lies in its upper 19 bits as far as hardware has shown; that is not documented, so that an
+// operand is defined only where it has been converted.
+#define BELOW_TF32 0x1FFFu
+void round_tf32(Lane **lanes, int count) {
+  (void)count;
+  uint32_t bits = ARGUMENT(uint32_t, *lanes, 0), size = bits & 0x7FFFFFFF;
+  if (size < 0x7F800000) bits += (BELOW_TF32 + 1) / 2;
+  RESULT(uint32_t, *lanes) = size > 0x7F800000 ? 0x7FFFFFFF & ~BELOW_TF32 : bits & ~BELOW_TF32;
+}
+static float tf32(Lane *lane, uint32_t bits) {
   float value;
-  bits &= 0xFFFFE000;
+  if (bits & BELOW_TF32) {
+    memcpy(&value, &bits, 4);
+    current = lane;
+    report(UNDEFINED, lane->site, 0, "%s: lane %d gives %.9g, which is not rounded to tf32", lane->op->name, lane->lane, value);
+    leave();
+  }
   return memcpy(&value, &bits, 4), value;
 }
 
@@ -54,8 +68,8 @@ void mma_m16n8k8_tf32(Lane **lanes, int count) {
   float a[16][8], b[8][8];
   for (int t = 0; t < 32; t++) {
     uint32_t *p = (uint32_t *)lanes[t]->arguments;
-    for (int i = 0; i < 4; i++) a[t / 4 + 8 * (i % 2)][t % 4 + 4 * (i / 2)] = tf32(p[i]);
-    for (int i = 0; i < 2; i++) b[t % 4 + 4 * i][t / 4] = tf32(p[4 + i]);
+    for (int i = 0; i < 4; i++) a[t / 4 + 8 * (i % 2)][t % 4 + 4 * (i / 2)] = tf32(lanes[t], p[i]);
+    for (int i = 0; i < 2; i++) b[t % 4 + 4 * i][t / 4] = tf32(lanes[t], p[4 + i]);
   }
   for (int t = 0; t < 32; t++)
     for (int i = 0; i < 4; i++) {

@@ -9,7 +9,7 @@ enum { READY, AT_WARP, AT_GROUP, AT_BLOCK, DONE };
 enum { LOAD, STORE, UPDATE, FENCE };                          // kinds of atomic operations
 enum { ACQUIRE = 1, RELEASE = 2 };                            // bits of an ordering
 enum { WARP_SCOPE, BLOCK_SCOPE, DEVICE_SCOPE };               // whom an atomic operation synchronises
-enum { RACE = 1, BOUNDS, UNINITIALISED, MISALIGNED, DIVERGENCE, DEADLOCK, CRASH, UNSUPPORTED };
+enum { RACE = 1, BOUNDS, UNINITIALISED, MISALIGNED, DIVERGENCE, DEADLOCK, CRASH, UNSUPPORTED, UNDEFINED };
 
 #define SHARED_ROOM (256 << 10)  // bytes of address space that a block's shared memory has
 
