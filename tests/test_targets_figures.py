@@ -11,7 +11,8 @@ from shipway.targets.arch import ARCHS, WARPS
 from shipway.targets.budgets import exceeded, read_budgets
 from shipway.targets.compiler import ASM, OBJECT, Batch
 from shipway.targets.emit import emit_all
-from shipway.targets.figures import Figures, _amd_loads, _ptx_loads, figures
+from shipway.targets.figures import TF32, Figures, _amd_loads, _matrix, _ptx_loads, figures
+from shipway.targets.kernels import Variant
 from shipway.targets.survey import Entry, survey
 from targets_kernels import HOARD, PRODUCT, SCALE, WIDE, put
 
@@ -43,6 +44,12 @@ AMD = """
 def test_loads_of_global_memory_are_counted_by_their_bytes() -> None:
     assert _ptx_loads(PTX) == {2: 1, 4: 2, 16: 3, 32: 1}
     assert _amd_loads(AMD) == {1: 1, 2: 2, 4: 1, 8: 1, 16: 3}
+
+
+def test_matrix_instructions_are_counted_by_kind() -> None:
+    bf16 = "	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 	{%r1}, {%r2}, {%r3}, {%r4};\n"
+    tf32 = "	@%p1 mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 	{%r1}, {%r2}, {%r3}, {%r4};\n"
+    assert _matrix(bf16 + tf32 + tf32 + "	cvt.rna.tf32.f32 	%r1, %r2;\n") == {"mma.sync": 1, TF32: 2}
 
 
 # From the documents that arch.py names. NVIDIA's: 840 combinations of registers and shared memory give what
@@ -189,6 +196,19 @@ def test_budget_is_kept_or_named(limit: str, broken: dict[str, object], what: st
     elsewhere = f'[[budget]]\nkernels = "product"\ntargets = "gfx*"\n{limit}\n'
     if limit.split()[0] == what.split()[0]:  # the others hold without a budget
         assert found(elsewhere, tmp_path, replace(GOOD, **broken)) == []  # type: ignore[arg-type]
+
+
+def test_tf32_in_instructions_of_another_format_is_seen() -> None:
+    variant = Variant(replace(PRODUCT, variants=(("tf32",),)), ("tf32",))
+    assert variant.arguments() == "[tf32=True, t=DType.float32]"
+
+    def excess(matrix: dict[str, int]) -> list[str]:
+        entry = Entry(variant, ARCHS["sm_80"], None, 1.0, 1, True, replace(GOOD, matrix=matrix))
+        return [found.what for found in exceeded([entry], [])]
+
+    assert excess({TF32: 4}) == []
+    assert excess({}) == ["no matrix instructions"]
+    assert excess({"mma.sync": 4}) == [f"matrix instructions are mma.sync, not {TF32}"]
 
 
 @pytest.mark.usefixtures("table")

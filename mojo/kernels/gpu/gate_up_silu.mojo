@@ -133,7 +133,7 @@ def _gate_up_silu_by_tiles[
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
 def gate_up_silu_gemm[
-    t: DType, MT: Int
+    t: DType, MT: Int, tf32: Bool = False
 ](
     dst: MutPointer[Scalar[t], MutAnyOrigin],
     x: ImmPointer[Scalar[t], ImmutAnyOrigin],
@@ -148,6 +148,7 @@ def gate_up_silu_gemm[
     Parameters:
         t: Dtype of all arrays.
         MT: Rows of a tile, 16 or 64.
+        tf32: Whether float32 is multiplied as tf32, on NVIDIA's matrix units.
 
     Args:
         dst: `[M, N]`.
@@ -158,7 +159,9 @@ def gate_up_silu_gemm[
         n: N, from 1.
         k: K, from 1.
     """
-    _gate_up_silu_by_tiles[GemmTile[t, MT, NT, 2]](dst, x, gate, up, m, n, k)
+    _gate_up_silu_by_tiles[GemmTile[t, MT, NT, 2, tf32]](
+        dst, x, gate, up, m, n, k
+    )
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())

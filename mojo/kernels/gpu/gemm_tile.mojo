@@ -143,7 +143,9 @@ struct WarpTile[G: BlockTile]:
         return Self.first_column() + j * TILE + c_col[e](lane)
 
 
-struct GemmTile[dtype: DType, rows: Int, columns: Int, count: Int](BlockTile):
+struct GemmTile[
+    dtype: DType, rows: Int, columns: Int, count: Int, tf32: Bool = False
+](BlockTile):
     """Tiles of one shape, by `mma16`.
 
     Parameters:
@@ -151,6 +153,7 @@ struct GemmTile[dtype: DType, rows: Int, columns: Int, count: Int](BlockTile):
         rows: Rows: 16, 32, or a multiple of 32.
         columns: Columns, a multiple of 64.
         count: Weight matrices that x is multiplied by.
+        tf32: Whether float32 is multiplied as tf32 (`tile_op`).
     """
 
     comptime t = Self.dtype
@@ -216,14 +219,16 @@ struct GemmTile[dtype: DType, rows: Int, columns: Int, count: Int](BlockTile):
         mut sums: Self.Sums, a: Shared[Self.t], b: Shared[Self.t], lane: Int
     ):
         """Adds the warp's products over 16 k."""
-        var left = Array[Operand[Self.t, Self.LD, False], Self.Warp.FM](
-            fill=load_a[Self.LD](a, lane)
-        )
+        var left = Array[
+            Operand[Self.t, Self.LD, False, Self.tf32], Self.Warp.FM
+        ](fill=load_a[Self.LD, Self.tf32](a, lane))
         comptime for i in range(1, Self.Warp.FM):
-            left[i] = load_a[Self.LD](a.unsafe_offset(i * TILE * Self.LD), lane)
+            left[i] = load_a[Self.LD, Self.tf32](
+                a.unsafe_offset(i * TILE * Self.LD), lane
+            )
         comptime for w in range(Self.COUNT):
             comptime for j in range(Self.Warp.FN):
-                var right = load_b[Self.LD](
+                var right = load_b[Self.LD, Self.tf32](
                     b.unsafe_offset((w * Self.NT + j * TILE) * Self.LD), lane
                 )
                 comptime for i in range(Self.Warp.FM):

@@ -144,7 +144,7 @@ def _linear_by_tiles[
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
 def linear_gemm[
-    t: DType, MT: Int, residual: Bool, gather: Bool
+    t: DType, MT: Int, residual: Bool, gather: Bool, tf32: Bool = False
 ](
     dst: MutPointer[Float32, MutAnyOrigin],
     x: ImmPointer[Scalar[t], ImmutAnyOrigin],
@@ -163,6 +163,7 @@ def linear_gemm[
             computes less where M is small.
         residual: Whether `added` is added.
         gather: Whether row i of x is `rows[i]`.
+        tf32: Whether float32 is multiplied as tf32, on NVIDIA's matrix units.
 
     Args:
         dst: `[M, N]` float32.
@@ -174,7 +175,7 @@ def linear_gemm[
         n: N, from 1.
         k: K, from 1.
     """
-    _linear_by_tiles[GemmTile[t, MT, NT, 1], residual, gather](
+    _linear_by_tiles[GemmTile[t, MT, NT, 1, tf32], residual, gather](
         dst, x, w, added, rows, m, n, k
     )
 

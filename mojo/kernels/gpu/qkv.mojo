@@ -214,7 +214,7 @@ def _qkv_by_tiles[
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())
 def qkv_gemm[
-    t: DType, MT: Int
+    t: DType, MT: Int, tf32: Bool = False
 ](
     dst: MutPointer[Float32, MutAnyOrigin],
     x: ImmPointer[Scalar[t], ImmutAnyOrigin],
@@ -231,6 +231,7 @@ def qkv_gemm[
     Parameters:
         t: Dtype of x and the weights.
         MT: Rows of a tile, 16 or 64.
+        tf32: Whether float32 is multiplied as tf32, on NVIDIA's matrix units.
 
     Args:
         dst: `[T, Nq + 2 Nk]` float32.
@@ -243,7 +244,9 @@ def qkv_gemm[
         nk: Nk, from 1.
         k: K, from 1.
     """
-    _qkv_by_tiles[GemmTile[t, MT, NT, 1]](dst, x, wq, wk, wv, m, nq, nk, k)
+    _qkv_by_tiles[GemmTile[t, MT, NT, 1, tf32]](
+        dst, x, wq, wk, wv, m, nq, nk, k
+    )
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=threads_metadata())

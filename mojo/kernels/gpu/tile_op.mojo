@@ -19,6 +19,14 @@ bfloat16 and float16 run on the matrix units:
 
 float32 is exact multiply-adds in the order of k, with the same layout of the
 product; its operand is where the values lie, read by `mma16` itself.
+
+tf32, on NVIDIA only and only where it is asked for, multiplies float32 on the
+matrix units: four `mma.sync.m16n8k8` (PTX ISA, "Matrix Fragments for
+mma.m16n8k8"), of operands that are loaded and then rounded to 10 bits of
+fraction by `cvt.rna.tf32.f32`: to nearest, ties away from zero, the only
+rounding to nearest that every target has (that to even begins with sm_90).
+Without it they are undefined: the format's bits are the hardware's business
+(PTX ISA, "Alternate Floating-Point Data Formats").
 """
 from std.memory import bitcast
 from std.sys import size_of
@@ -51,9 +59,9 @@ def row_stride[t: DType](columns: Int) -> Int:
 
 
 @always_inline
-def operand_size[t: DType]() -> Int:
+def operand_size[t: DType, tf32: Bool = False]() -> Int:
     """Elements of a or b that a lane holds in registers."""
-    comptime if t == F32:
+    comptime if t == F32 and not tf32:
         return 1
     elif is_nvidia_gpu() or _is_amd_rdna4():
         return 8
@@ -116,16 +124,19 @@ def c_at[i: Int, LD: Int](lane: Int) -> Int:
 
 
 @fieldwise_init
-struct Operand[t: DType, LD: Int, by_k: Bool](TrivialRegisterPassable):
+struct Operand[t: DType, LD: Int, by_k: Bool, tf32: Bool = False](
+    TrivialRegisterPassable
+):
     """A lane's share of a or b.
 
     Parameters:
         t: Dtype.
         LD: Elements from row to row.
         by_k: Whether a row has one k, else one row of a or column of b.
+        tf32: Whether it is float32 rounded to tf32.
     """
 
-    var values: SIMD[Self.t, operand_size[Self.t]()]
+    var values: SIMD[Self.t, operand_size[Self.t, Self.tf32]()]
     """The elements; unused when float32."""
     var at: Shared[Self.t]
     """The tile, which must stay as it is until `mma16`; used when float32."""
@@ -144,10 +155,10 @@ def _first_k(lane: Int) -> Int:
 
 @always_inline
 def _load_by_row[
-    t: DType, //, LD: Int
-](at: Shared[t], lane: Int) -> Operand[t, LD, False]:
+    t: DType, //, LD: Int, tf32: Bool
+](at: Shared[t], lane: Int) -> Operand[t, LD, False, tf32]:
     """A 16-bit operand on AMD, where a and b have the same layout."""
-    comptime S = operand_size[t]()
+    comptime S = operand_size[t, tf32]()
     return {
         at.unsafe_offset((lane & 15) * LD + _first_k(lane)).unsafe_load[
             width=S, alignment=min(16, S * 2)
@@ -157,39 +168,72 @@ def _load_by_row[
 
 
 @always_inline
-def load_a[
+def _load_tf32[
     t: DType, //, LD: Int
-](at: Shared[t], lane: Int) -> Operand[t, LD, False]:
+](at: Shared[t], row: Int, k: Int) -> Operand[t, LD, False, True]:
+    """Loads a or b as tf32: for each half of the 16 k one `ldmatrix.x4`, to
+    which a row of four float32 is one of eight 16-bit elements.
+
+    Args:
+        at: The tile.
+        row: Row of the tile that the lane names.
+        k: First k of it, in either half.
+    """
+    comptime assert t == F32 and is_nvidia_gpu(), "tf32 is NVIDIA's, of float32"
+    var first = at.unsafe_offset(row * LD + k)
+    var low = ld_matrix[4](first)
+    var high = ld_matrix[4](first.unsafe_offset(8))
+    var values = low.join(high)
+    comptime for i in range(8):
+        values[i] = bitcast[t](
+            llvm_intrinsic["llvm.nvvm.f2tf32.rna", Int32](values[i])
+        )
+    return {rebind[SIMD[t, operand_size[t, True]()]](values), at}
+
+
+@always_inline
+def load_a[
+    t: DType, //, LD: Int, tf32: Bool = False
+](at: Shared[t], lane: Int) -> Operand[t, LD, False, tf32]:
     """Loads a: the tile at `at` has one row of a per row."""
-    comptime if t == F32:
-        return {SIMD[t, operand_size[t]()](0), at}
+    comptime if tf32:
+        return rebind[Operand[t, LD, False, tf32]](
+            _load_tf32[LD](at, lane & 15, 4 * (lane >> 4))
+        )
+    elif t == F32:
+        return {SIMD[t, operand_size[t, tf32]()](0), at}
     elif is_nvidia_gpu():
         return {
-            ld_matrix[operand_size[t]()](
+            ld_matrix[operand_size[t, tf32]()](
                 at.unsafe_offset((lane & 15) * LD + 8 * (lane >> 4))
             ),
             at,
         }
     else:
-        return _load_by_row[LD](at, lane)
+        return _load_by_row[LD, tf32](at, lane)
 
 
 @always_inline
 def load_b[
-    t: DType, //, LD: Int
-](at: Shared[t], lane: Int) -> Operand[t, LD, False]:
+    t: DType, //, LD: Int, tf32: Bool = False
+](at: Shared[t], lane: Int) -> Operand[t, LD, False, tf32]:
     """Loads b: the tile at `at` has one column of b per row."""
-    comptime if t == F32:
-        return {SIMD[t, operand_size[t]()](0), at}
+    comptime if tf32:
+        var row = (lane & 7) + 8 * (lane >> 4)
+        return rebind[Operand[t, LD, False, tf32]](
+            _load_tf32[LD](at, row, 4 * ((lane >> 3) & 1))
+        )
+    elif t == F32:
+        return {SIMD[t, operand_size[t, tf32]()](0), at}
     elif is_nvidia_gpu():
         var row = (lane & 7) + 8 * (lane >> 4)
         var k = 8 * ((lane >> 3) & 1)
         return {
-            ld_matrix[operand_size[t]()](at.unsafe_offset(row * LD + k)),
+            ld_matrix[operand_size[t, tf32]()](at.unsafe_offset(row * LD + k)),
             at,
         }
     else:
-        return _load_by_row[LD](at, lane)
+        return _load_by_row[LD, tf32](at, lane)
 
 
 @always_inline
@@ -296,15 +340,23 @@ def _fma4[
 
 @always_inline
 def mma16[
-    t: DType, LA: Int, LB: Int, by_k: Bool, //
+    t: DType, LA: Int, LB: Int, by_k: Bool, tf32: Bool, //
 ](
     mut acc: Accumulator,
-    a: Operand[t, LA, False],
-    b: Operand[t, LB, by_k],
+    a: Operand[t, LA, False, tf32],
+    b: Operand[t, LB, by_k, tf32],
     lane: Int,
 ):
     """Adds a @ b to the accumulator; every lane of the warp takes part."""
-    comptime if t == F32:
+    comptime if tf32:
+        comptime for k_half in range(2):
+            var left = acc.slice[4, offset=0]()
+            var right = acc.slice[4, offset=4]()
+            var rows = a.values.slice[4, offset=4 * k_half]()
+            mma(left, rows, b.values.slice[2, offset=4 * k_half](), left)
+            mma(right, rows, b.values.slice[2, offset=4 * k_half + 2](), right)
+            acc = rebind[Accumulator](left.join(right))
+    elif t == F32:
         var at = rebind[Shared[F32]](a.at)
         var bt = rebind[Shared[F32]](b.at)
         # Not unrolled: a compiler that sees the loads of many products holds

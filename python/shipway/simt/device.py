@@ -39,10 +39,12 @@ def of_catalogue(kernel: str, parameters: tuple[str, ...], arch: str) -> str:
     """Returns the IR of a kernel of ``shipway.targets.kernels``.
 
     Raises:
-        ShipwayError: There is no such kernel, or it does not compile.
+        ShipwayError: There is no such kernel, it is not written for the target, or it does not compile.
         CannotRunError: The Mojo compiler is not installed.
     """
     variant = find(kernel, parameters)
+    if not variant.runs_on(arch):
+        raise ShipwayError(f"{variant} is not written for {arch}")
     emitted = emit([variant], arch, LLVM)[variant]
     if emitted.error:
         raise ShipwayError(f"{variant} does not compile for {arch}: {emitted.error}")

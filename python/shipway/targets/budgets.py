@@ -1,7 +1,7 @@
 """What kernels must stay within: a table of limits, each for kernels and targets by pattern.
 
-A kernel must compile; one of 16-bit matrices must show matrix instructions, since a target without them compiles the
-same source silently to something else. All further limits come from a TOML file, a ``[[budget]]`` each.
+A kernel must compile; one of 16-bit matrices or of tf32 must show matrix instructions, since a target without them
+compiles the same source silently to something else. All further limits come from a TOML file, a ``[[budget]]`` each.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shipway.errors import ShipwayError
 from shipway.targets.arch import ARCHS
+from shipway.targets.figures import TF32
 from shipway.targets.kernels import Variant, matching
 from shipway.targets.survey import Entry
 
@@ -124,6 +125,8 @@ def _of_entry(entry: Entry, budgets: Sequence[Budget]) -> list[str]:
     found = []
     if entry.variant.matrix and not needs.matrix:
         found.append("no matrix instructions")
+    elif entry.variant.tf32 and set(needs.matrix) != {TF32}:
+        found.append(f"matrix instructions are {', '.join(needs.matrix)}, not {TF32}")
     if not entry.blocks:
         found.append("not one block fits")
     for budget in budgets:

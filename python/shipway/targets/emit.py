@@ -73,9 +73,9 @@ def emit_all(batches: Sequence[Batch], show: Callable[[str], None] = lambda line
         results.append({})
         for kernel in dict.fromkeys(variant.kernel for variant in batch.variants):
             if (kept := _kept(batch, kernel)) is None:
-                absent += kernel.every()
+                absent += kernel.every(batch.arch)
             else:
-                results[-1] |= _read(kept, batch.kinds, kernel.every())
+                results[-1] |= _read(kept, batch.kinds, kernel.every(batch.arch))
         missing.append(Batch(batch.arch, batch.kinds, tuple(absent)))
     modules = {variant.kernel.module for batch in missing for variant in batch.variants}
     before = {module: source_of(*_sources(module)) for module in modules}
@@ -103,7 +103,7 @@ def _kept(batch: Batch, kernel: DeviceKernel) -> Artefact | None:
         raise _Absent
 
     try:
-        return artefact(_STORE, _parts(batch, kernel.every()), absent)
+        return artefact(_STORE, _parts(batch, kernel.every(batch.arch)), absent)
     except _Absent:
         return None
 

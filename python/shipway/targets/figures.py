@@ -18,8 +18,10 @@ from shipway.targets.arch import Arch
 
 # What starts an instruction of each kind, after a predicate. NVIDIA: PTX ISA, "Warp Level Matrix Instructions" and the
 # asynchronous ones of sm_90a and sm_100a; AMD: the instruction set architecture of CDNA3 and of RDNA3.
+TF32 = "mma.sync.tf32"
 _MATRIX = {
-    "mma.sync": r"mma\.sync\b",
+    "mma.sync": r"mma\.sync\b(?!\S*\.tf32)",
+    TF32: r"mma\.sync\S*\.tf32\b",
     "wgmma": r"wgmma\.mma_async\b",
     "tcgen05": r"tcgen05\.mma\b",
     "v_mfma": r"v_mfma_",
@@ -96,7 +98,7 @@ def figures(arch: Arch, asm: Path, linked: Path) -> Figures:
         CannotRunError: A package that reads them is not installed.
     """
     text = asm.read_text()
-    matrix = {kind: count for kind, pattern in _MATRIX_KINDS.items() if (count := len(pattern.findall(text)))}
+    matrix = _matrix(text)
     code = code_bytes(linked.read_bytes())
     if arch.vendor == "nvidia":
         usages = cubin_usages(linked)
@@ -121,6 +123,10 @@ def figures(arch: Arch, asm: Path, linked: Path) -> Figures:
         )
     except KeyError as error:
         raise ShipwayError(f"{asm} has no {error} in its metadata") from None
+
+
+def _matrix(text: str) -> dict[str, int]:
+    return {kind: count for kind, pattern in _MATRIX_KINDS.items() if (count := len(pattern.findall(text)))}
 
 
 def _ptx_loads(text: str) -> dict[int, int]:

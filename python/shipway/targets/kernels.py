@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from shipway.errors import ShipwayError
 
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "int8": "int8", "uint8": "uint8"}
-_MATRIX_DTYPES = frozenset({"bf16", "f16"})
+_TF32 = "tf32"  # float32 that a kernel multiplies as tf32: its parameters `t` and `tf32`
+_MATRIX_DTYPES = frozenset({"bf16", "f16", _TF32})
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,10 @@ class DeviceKernel:
         module: The Mojo module it stands in, such as ``"kernels.gpu.linear"``.
         parameters: Names of its compile-time parameters; one that is a ``Bool`` is written ``"paged: Bool"``.
         variants: The instantiations that exist, each one word per parameter: a dtype (``f32``, ``bf16``, ``f16``,
-            ``int8``, ``uint8``), a number, ``0`` or ``1`` for a Bool, or a Mojo expression.
+            ``int8``, ``uint8``; ``tf32`` for f32 with the parameter ``tf32``), a number, ``0`` or ``1`` for a Bool, or
+            a Mojo expression.
         ops: Ops of the catalogue that launch it.
-        matrix: Whether its variants of 16-bit dtypes must show matrix instructions.
+        matrix: Whether its variants of 16-bit dtypes and of tf32 must show matrix instructions.
         targets: The only targets it is written for; empty for all.
     """
 
@@ -34,9 +36,10 @@ class DeviceKernel:
     matrix: bool
     targets: tuple[str, ...] = ()
 
-    def every(self) -> list[Variant]:
-        """Returns all its variants."""
-        return [Variant(self, values) for values in self.variants]
+    def every(self, target: str | None = None) -> list[Variant]:
+        """Returns all its variants, or those written for a target."""
+        variants = [Variant(self, values) for values in self.variants]
+        return variants if target is None else [variant for variant in variants if variant.runs_on(target)]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,17 @@ class Variant:
         """Whether it must show matrix instructions."""
         return self.kernel.matrix and not _MATRIX_DTYPES.isdisjoint(self.values)
 
+    @property
+    def tf32(self) -> bool:
+        """Whether it multiplies float32 as tf32, which NVIDIA has."""
+        return _TF32 in self.values
+
+    def runs_on(self, target: str) -> bool:
+        """Whether it is written for a target."""
+        if self.tf32 and not target.startswith("sm_"):
+            return False
+        return target in (self.kernel.targets or (target,))
+
     def arguments(self) -> str:
         """Returns its parameters as Mojo takes them, such as ``"[t=DType.bfloat16, D=64]"``, or nothing."""
         words = []
@@ -66,6 +80,9 @@ class Variant:
             name, _, type_name = parameter.partition(":")
             if type_name.strip() == "Bool":
                 value = {"0": "False", "1": "True"}[value]
+            elif value == _TF32:
+                words.append("tf32=True")
+                value = "DType.float32"
             elif value in _DTYPES:
                 value = f"DType.{_DTYPES[value]}"
             words.append(f"{name}={value}")
@@ -78,6 +95,7 @@ _ROWS = ("16", "64")  # of x in a tile of a GEMM
 _BATCHES = ("1", "4", "8")  # rows of x for which a GEMV reads the weights once
 _ACTS = ("f32", "bf16", "f16")
 _HALVES = ("bf16", "f16")
+_PRODUCTS = (*_ACTS, _TF32)
 _EACH = tuple((act,) for act in _ACTS)
 # Format of the weights, uint8 for int4, dtype of x, rows of x.
 _GEMV = (
@@ -97,7 +115,7 @@ KERNELS: tuple[DeviceKernel, ...] = (
         "linear_gemm",
         "kernels.gpu.linear",
         ("t", "MT", "residual: Bool", "gather: Bool"),
-        tuple((act, rows, *flags) for act in _ACTS for rows in _ROWS for flags in _FLAGS),
+        tuple((act, rows, *flags) for act in _PRODUCTS for rows in _ROWS for flags in _FLAGS),
         ("linear", "linear_residual", "mlp", "lm_head"),
         matrix=True,
     ),
@@ -122,7 +140,7 @@ KERNELS: tuple[DeviceKernel, ...] = (
         "gate_up_silu_gemm",
         "kernels.gpu.gate_up_silu",
         ("t", "MT"),
-        tuple((act, rows) for act in _ACTS for rows in _ROWS),
+        tuple((act, rows) for act in _PRODUCTS for rows in _ROWS),
         ("gate_up_silu", "mlp"),
         matrix=True,
     ),
@@ -147,7 +165,7 @@ KERNELS: tuple[DeviceKernel, ...] = (
         "qkv_gemm",
         "kernels.gpu.qkv",
         ("t", "MT"),
-        tuple((act, rows) for act in _ACTS for rows in _ROWS),
+        tuple((act, rows) for act in _PRODUCTS for rows in _ROWS),
         ("qkv_rope_append",),
         matrix=True,
     ),

@@ -57,7 +57,7 @@ def survey(variants: Sequence[Variant], archs: Sequence[Arch], show: Callable[[s
         Batch(
             arch.name,
             (ASM, OBJECT),
-            tuple(variant for variant in variants if arch.name in (variant.kernel.targets or (arch.name,))),
+            tuple(variant for variant in variants if variant.runs_on(arch.name)),
         )
         for arch in archs
     ]
