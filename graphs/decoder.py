@@ -55,6 +55,7 @@ def decode(
     batch: Batch,
     table: TensorValue,
     cache: BufferValue | ops.Pages,
+    tf32: bool = False,
 ) -> TensorValue:
     """The layers: logits f32 ``[R, vocab_size]`` of the batch's rows; its keys and values go into the cache."""
     embed = weight("model.embed_tokens.weight")
@@ -72,9 +73,11 @@ def decode(
             batch.offsets,
             batch.start,
             config.head_dim,
+            tf32,
         )
     head = embed if config.tie_word_embeddings else weight("lm_head.weight")
-    return ops.lm_head(ops.rms_norm(x, weight("model.norm.weight"), config.rms_norm_eps, act), head, batch.rows)
+    x = ops.rms_norm(x, weight("model.norm.weight"), config.rms_norm_eps, act)
+    return ops.lm_head(x, head, batch.rows, tf32)
 
 
 def build_decoder(config: ModelConfig, dtype: str, weights: str, extension: Path, device: DeviceRef) -> Graph:
@@ -88,12 +91,14 @@ def build_decoder(config: ModelConfig, dtype: str, weights: str, extension: Path
 
     Args:
         config: The architecture.
-        dtype: Activations and KV cache, ``"f32"`` or ``"bf16"``. The residual stream is f32 in both.
+        dtype: Activations and KV cache, ``"f32"`` or ``"bf16"``, or on an NVIDIA GPU ``"tf32"``: f32, with matrix
+            products of more than eight rows in tf32. The residual stream is f32 in all.
         weights: Storage format of the matrices, ``"f32"``, ``"bf16"`` or ``"f16"``.
         extension: The precompiled kernels.
         device: Where it runs.
     """
-    act, matrix = ops.DTYPES[dtype], ops.DTYPES[weights]
+    tf32 = dtype == "tf32"
+    act, matrix = DType.float32 if tf32 else ops.DTYPES[dtype], ops.DTYPES[weights]
     index = DType.int32
     inputs = [
         TensorType(index, ["tokens"], device),
@@ -111,6 +116,6 @@ def build_decoder(config: ModelConfig, dtype: str, weights: str, extension: Path
         weight = external_weights(graph, config, matrix, device)
         tokens, offsets, start, rows, table = (value.tensor for value in graph.inputs[:5])
         batch = Batch(tokens, offsets, start, rows)
-        logits = decode(config, act, weight, batch, table, graph.inputs[5].buffer)
+        logits = decode(config, act, weight, batch, table, graph.inputs[5].buffer, tf32)
         graph.output(logits, ops.greedy(logits))
     return graph

@@ -2,7 +2,7 @@
 
 Shapes: T tokens of a ragged batch of B sequences, ``offsets [B + 1]`` their first rows, ``start [B]`` the tokens
 already in the KV cache: one buffer ``[slots, layers, 2, capacity, kv_heads, head_dim]``, or :class:`Pages`. ``act`` is
-the activation dtype.
+the activation dtype. ``tf32``, on NVIDIA GPUs, lets float32 of more than eight rows be multiplied as tf32.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class Pages:
 
 
 DTYPES = {"f32": DType.float32, "bf16": DType.bfloat16, "f16": DType.float16}
+
+
+def _products(tf32: bool) -> dict[str, bool]:
+    """The parameter of ops that multiply, which those of other devices do not have."""
+    return {"tf32": True} if tf32 else {}
 
 
 def _call(
@@ -89,6 +94,7 @@ def qkv_rope_append(
     start: TensorValue,
     layer: int | TensorValue,
     head_dim: int,
+    tf32: bool = False,
 ) -> TensorValue:
     """Projects act x ``[T, K]`` by wq, wk, wv ``[heads * head_dim, K]``, adds f32 biases, norms q and k heads by f32
     ``[head_dim]``, rotates by ``table [positions, rotary_dim]``, writes k and v into the cache.
@@ -120,6 +126,7 @@ def qkv_rope_append(
         head_dim=head_dim,
         has_bias=biases is not None,
         has_norm=norms is not None,
+        **_products(tf32),
     )
 
 
@@ -144,24 +151,26 @@ def attention(
     return _call(name, [*cached, q, offsets, start, layer, scale, window], q.dtype, q.shape, head_dim=int(q.shape[2]))
 
 
-def linear(x: TensorValue, w: TensorValue) -> TensorValue:
+def linear(x: TensorValue, w: TensorValue, tf32: bool = False) -> TensorValue:
     """act x ``[T, K]`` @ w ``[N, K]``^T -> f32 ``[T, N]``."""
-    return _call("linear", [x, w], DType.float32, [x.shape[0], w.shape[0]])
+    return _call("linear", [x, w], DType.float32, [x.shape[0], w.shape[0]], **_products(tf32))
 
 
-def linear_residual(x: TensorValue, w: TensorValue, residual: TensorValue) -> TensorValue:
+def linear_residual(x: TensorValue, w: TensorValue, residual: TensorValue, tf32: bool = False) -> TensorValue:
     """f32 residual ``[T, N]`` + act x ``[T, K]`` @ w ``[N, K]``^T -> f32 ``[T, N]``."""
-    return _call("linear_residual", [x, w, residual], DType.float32, residual.shape)
+    return _call("linear_residual", [x, w, residual], DType.float32, residual.shape, **_products(tf32))
 
 
-def gate_up_silu(x: TensorValue, gate: TensorValue, up: TensorValue) -> TensorValue:
+def gate_up_silu(x: TensorValue, gate: TensorValue, up: TensorValue, tf32: bool = False) -> TensorValue:
     """silu(x @ gate^T) * (x @ up^T): act x ``[T, K]``, matrices ``[N, K]`` -> act ``[T, N]``."""
-    return _call("gate_up_silu", [x, gate, up], x.dtype, [x.shape[0], gate.shape[0]])
+    return _call("gate_up_silu", [x, gate, up], x.dtype, [x.shape[0], gate.shape[0]], **_products(tf32))
 
 
-def mlp(x: TensorValue, gate: TensorValue, up: TensorValue, down: TensorValue, residual: TensorValue) -> TensorValue:
+def mlp(
+    x: TensorValue, gate: TensorValue, up: TensorValue, down: TensorValue, residual: TensorValue, tf32: bool = False
+) -> TensorValue:
     """residual + gate_up_silu @ down^T: act x ``[T, K]``, down ``[K, N]``, residual and result f32 ``[T, K]``."""
-    return linear_residual(gate_up_silu(x, gate, up), down, residual)
+    return linear_residual(gate_up_silu(x, gate, up, tf32), down, residual, tf32)
 
 
 @dataclass(frozen=True)
@@ -200,6 +209,7 @@ def decoder_layers(
     offsets: TensorValue,
     start: TensorValue,
     head_dim: int,
+    tf32: bool = False,
 ) -> TensorValue:
     """Decoder layers ``first``, ``first + 1``, ... of f32 x ``[T, K]`` -> f32 ``[T, K]``; their keys and values go into
     the cache.
@@ -243,12 +253,13 @@ def decoder_layers(
         has_bias=one.biases is not None,
         has_norm=one.norms is not None,
         matrix_count=len(matrices),
+        **_products(tf32),
     )[0]
 
 
-def lm_head(x: TensorValue, w: TensorValue, rows: TensorValue) -> TensorValue:
+def lm_head(x: TensorValue, w: TensorValue, rows: TensorValue, tf32: bool = False) -> TensorValue:
     """act x ``[T, K]``, its ``rows [R]`` only, @ w ``[V, K]``^T -> f32 logits ``[R, V]``."""
-    return _call("lm_head", [x, w, rows], DType.float32, [rows.shape[0], w.shape[0]])
+    return _call("lm_head", [x, w, rows], DType.float32, [rows.shape[0], w.shape[0]], **_products(tf32))
 
 
 def greedy(logits: TensorValue) -> TensorValue:

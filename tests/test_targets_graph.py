@@ -118,7 +118,9 @@ def test_graph_prints_launches_and_kernels(
     [
         (["--graph", "sm_81"], "--graph sm_81 is none of sm_80"),
         (["--graph", "sm_90a", "--route", "xla"], "--route xla is none of mojo-graph, max-graph"),
-        (["--graph", "sm_90a", "--dtype", "f64"], "--dtype f64 is none of f32, bf16"),
+        (["--graph", "sm_90a", "--dtype", "f64"], "--dtype f64 is none of f32, bf16, tf32"),
+        (["--graph", "sm_90a", "--dtype", "tf32", "--route", "max-graph"], "--dtype tf32 is none of f32, bf16"),
+        (["--graph", "sm_90a,gfx942", "--dtype", "tf32"], "--dtype tf32 is for NVIDIA's targets, not gfx942"),
         (["--graph", "sm_90a", "--target", "sm_80"], "kernels of a graph have no budgets"),
     ],
 )

@@ -34,7 +34,9 @@ def targets(
     ] = "",
     route: Annotated[str, typer.Option(help="With --graph: whose graph, mojo-graph or max-graph.")] = "mojo-graph",
     model: Model = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="With --graph: dtype of activations and weights, f32 or bf16.")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option(help="With --graph: dtype of activations and weights, f32, bf16 or tf32.")
+    ] = "bf16",
     json: Json = None,
 ) -> None:
     """Compile every GPU kernel for every target, without a GPU, and say what came out.
@@ -78,9 +80,12 @@ def _graphs(graph: str, route: str, model: str, dtype: str, json: Path | None) -
     from shipway.targets.graph import DECODERS
 
     archs = [ARCHS[name] for name in matching(graph, list(ARCHS), "--graph")]
-    for option, given, known in (("--route", route, DECODERS), ("--dtype", dtype, ("f32", "bf16"))):
+    dtypes = ("f32", "bf16", "tf32") if route == "mojo-graph" else ("f32", "bf16")
+    for option, given, known in (("--route", route, DECODERS), ("--dtype", dtype, dtypes)):
         if given not in known:
             raise ShipwayError(f"{option} {given} is none of {', '.join(known)}")
+    if dtype == "tf32" and (others := [arch.name for arch in archs if arch.vendor != "nvidia"]):
+        raise ShipwayError(f"--dtype tf32 is for NVIDIA's targets, not {', '.join(others)}")
     config = open_checkpoint(resolve(model)).config
     with progress() as show:
         document = compile_graphs(route, model, config, dtype, archs, show)

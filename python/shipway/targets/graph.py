@@ -55,7 +55,7 @@ def mojo_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
     from shipway.graphs.decoder import build_decoder
     from shipway.graphs.extension import kernels_extension
 
-    return build_decoder(config, dtype, dtype, kernels_extension(), device)
+    return build_decoder(config, dtype, "f32" if dtype == "tf32" else dtype, kernels_extension(), device)
 
 
 def stock_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:

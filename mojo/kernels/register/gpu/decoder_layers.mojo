@@ -43,6 +43,7 @@ struct DecoderLayersGPU:
         has_norm: Bool,
         matrix_count: Int,
         target: StaticString,
+        tf32: Bool = False,
     ](
         output: OutputTensor[dtype=F32, rank=2, ...],
         normed: OutputTensor[dtype=t, rank=2, ...],
@@ -107,7 +108,7 @@ struct DecoderLayersGPU:
             comptime if layer > 0:
                 residual = rebind[type_of(residual)](out)
             launch_rms_norm(ctx, normed.unsafe_ptr(), residual, v, m, k, eps)
-            launch_qkv(
+            launch_qkv[tf32](
                 ctx,
                 projected.unsafe_ptr(),
                 normed.unsafe_ptr(),
@@ -156,7 +157,7 @@ struct DecoderLayersGPU:
                 scale,
                 windows.unsafe_ptr()[unsafe_offset=layer],
             )
-            launch_linear[True, False](
+            launch_linear[True, False, tf32](
                 ctx,
                 middle.unsafe_ptr(),
                 attended.unsafe_ptr(),
@@ -176,7 +177,7 @@ struct DecoderLayersGPU:
                 k,
                 eps,
             )
-            launch_gate_up_silu(
+            launch_gate_up_silu[tf32](
                 ctx,
                 gated.unsafe_ptr(),
                 normed.unsafe_ptr(),
@@ -186,7 +187,7 @@ struct DecoderLayersGPU:
                 n,
                 k,
             )
-            launch_linear[True, False](
+            launch_linear[True, False, tf32](
                 ctx,
                 out,
                 gated.unsafe_ptr(),

@@ -53,7 +53,7 @@ def _gemv[
 
 
 def _gemm[
-    t: DType, //, MT: Int
+    t: DType, //, MT: Int, tf32: Bool
 ](
     ctx: DeviceContext,
     dst: Pointer[mut=True, Scalar[t], _],
@@ -64,7 +64,7 @@ def _gemm[
     n: Int,
     k: Int,
 ) raises:
-    ctx.enqueue_function[gate_up_silu_gemm[t, MT]](
+    ctx.enqueue_function[gate_up_silu_gemm[t, MT, tf32]](
         dst,
         x,
         gate,
@@ -103,7 +103,7 @@ def _wgmma[
 
 
 def launch_gate_up_silu[
-    t: DType, //
+    t: DType, //, tf32: Bool = False
 ](
     ctx: DeviceContext,
     dst: Pointer[mut=True, Scalar[t], _],
@@ -118,6 +118,7 @@ def launch_gate_up_silu[
 
     Parameters:
         t: Dtype of all arrays.
+        tf32: Whether more rows than a GEMV takes are multiplied as tf32.
 
     Args:
         ctx: The device.
@@ -136,12 +137,12 @@ def launch_gate_up_silu[
         if m <= BATCH:
             return _gemv[BATCH](ctx, dst, x, gate, up, m, n, k)
     if m <= SHORT_ROWS:
-        _gemm[SHORT_TILE](ctx, dst, x, gate, up, m, n, k)
+        _gemm[SHORT_TILE, tf32](ctx, dst, x, gate, up, m, n, k)
     else:
         comptime if by_wgmma[t]():
             _wgmma(ctx, dst, x, gate, up, m, n, k)
         else:
-            _gemm[TALL_TILE](ctx, dst, x, gate, up, m, n, k)
+            _gemm[TALL_TILE, tf32](ctx, dst, x, gate, up, m, n, k)
 
 
 @extensibility.register("gate_up_silu", type="gpu")
@@ -150,7 +151,7 @@ struct GateUpSiluGPU:
 
     @staticmethod
     def execute[
-        t: DType, //, target: StaticString
+        t: DType, //, target: StaticString, tf32: Bool = False
     ](
         output: OutputTensor[dtype=t, rank=2, ...],
         x: InputTensor[dtype=t, rank=2, ...],
@@ -174,7 +175,7 @@ struct GateUpSiluGPU:
             raise Error(
                 "gate_up_silu: up has ", up.dim_size(1), " columns, not ", k
             )
-        launch_gate_up_silu(
+        launch_gate_up_silu[tf32](
             ctx,
             output.unsafe_ptr(),
             x.unsafe_ptr(),

@@ -14,7 +14,8 @@ comptime BLOCKS_PER_MULTIPROCESSOR = 8
 64 registers fill NVIDIA's register file."""
 comptime GEMV_BATCHES = [1, 4, 8]
 """Activation rows for which the weights stream past once, by GEMV; more rows
-take a GEMM."""
+take a GEMM, which alone has tf32: a GEMV waits for the weights, however exact
+its multiply-adds are."""
 comptime SHORT_TILE = 16
 """Rows of a GEMM tile up to `SHORT_ROWS` activation rows."""
 comptime SHORT_ROWS = 32

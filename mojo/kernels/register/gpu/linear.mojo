@@ -55,7 +55,7 @@ def _gemv[
 
 
 def _gemm[
-    t: DType, //, MT: Int, residual: Bool, gather: Bool
+    t: DType, //, MT: Int, residual: Bool, gather: Bool, tf32: Bool
 ](
     ctx: DeviceContext,
     dst: Pointer[mut=True, Float32, _],
@@ -67,7 +67,7 @@ def _gemm[
     n: Int,
     k: Int,
 ) raises:
-    ctx.enqueue_function[linear_gemm[t, MT, residual, gather]](
+    ctx.enqueue_function[linear_gemm[t, MT, residual, gather, tf32]](
         dst,
         x,
         w,
@@ -109,7 +109,7 @@ def _wgmma[
 
 
 def launch_linear[
-    t: DType, //, residual: Bool, gather: Bool
+    t: DType, //, residual: Bool, gather: Bool, tf32: Bool = False
 ](
     ctx: DeviceContext,
     dst: Pointer[mut=True, Float32, _],
@@ -127,6 +127,7 @@ def launch_linear[
         t: Dtype of x and w.
         residual: Whether `added` is added.
         gather: Whether row i of x is `rows[i]`.
+        tf32: Whether more rows than a GEMV takes are multiplied as tf32.
 
     Args:
         ctx: The device.
@@ -148,14 +149,14 @@ def launch_linear[
                 ctx, dst, x, w, added, rows, m, n, k
             )
     if m <= SHORT_ROWS:
-        _gemm[SHORT_TILE, residual, gather](
+        _gemm[SHORT_TILE, residual, gather, tf32](
             ctx, dst, x, w, added, rows, m, n, k
         )
     else:
         comptime if by_wgmma[t]():
             _wgmma[residual, gather](ctx, dst, x, w, added, rows, m, n, k)
         else:
-            _gemm[TALL_TILE, residual, gather](
+            _gemm[TALL_TILE, residual, gather, tf32](
                 ctx, dst, x, w, added, rows, m, n, k
             )
 
@@ -166,7 +167,7 @@ struct LinearGPU:
 
     @staticmethod
     def execute[
-        t: DType, //, target: StaticString
+        t: DType, //, target: StaticString, tf32: Bool = False
     ](
         output: OutputTensor[dtype=F32, rank=2, ...],
         x: InputTensor[dtype=t, rank=2, ...],
@@ -186,7 +187,7 @@ struct LinearGPU:
             output.dim_size(1),
         )
         var out = output.unsafe_ptr()
-        launch_linear[False, False](
+        launch_linear[False, False, tf32](
             ctx,
             out,
             x.unsafe_ptr(),
@@ -205,7 +206,7 @@ struct LinearResidualGPU:
 
     @staticmethod
     def execute[
-        t: DType, //, target: StaticString
+        t: DType, //, target: StaticString, tf32: Bool = False
     ](
         output: OutputTensor[dtype=F32, rank=2, ...],
         x: InputTensor[dtype=t, rank=2, ...],
@@ -226,7 +227,7 @@ struct LinearResidualGPU:
             residual.dim_size(1),
         )
         var added = residual.unsafe_ptr()
-        launch_linear[True, False](
+        launch_linear[True, False, tf32](
             ctx,
             output.unsafe_ptr(),
             x.unsafe_ptr(),

@@ -13,7 +13,7 @@ struct LMHeadGPU:
 
     @staticmethod
     def execute[
-        t: DType, //, target: StaticString
+        t: DType, //, target: StaticString, tf32: Bool = False
     ](
         output: OutputTensor[dtype=F32, rank=2, ...],
         x: InputTensor[dtype=t, rank=2, ...],
@@ -34,7 +34,7 @@ struct LMHeadGPU:
             output.dim_size(1),
         )
         var out = output.unsafe_ptr()
-        launch_linear[False, True](
+        launch_linear[False, True, tf32](
             ctx,
             out,
             x.unsafe_ptr(),

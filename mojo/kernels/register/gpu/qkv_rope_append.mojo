@@ -63,7 +63,7 @@ def _gemv[
 
 
 def _gemm[
-    t: DType, //, MT: Int
+    t: DType, //, MT: Int, tf32: Bool
 ](
     ctx: DeviceContext,
     dst: Pointer[mut=True, Float32, _],
@@ -76,7 +76,7 @@ def _gemm[
     nk: Int,
     k: Int,
 ) raises:
-    ctx.enqueue_function[qkv_gemm[t, MT]](
+    ctx.enqueue_function[qkv_gemm[t, MT, tf32]](
         dst,
         x,
         wq,
@@ -126,7 +126,7 @@ def _wgmma[
 
 
 def launch_qkv[
-    t: DType, //
+    t: DType, //, tf32: Bool = False
 ](
     ctx: DeviceContext,
     dst: Pointer[mut=True, Float32, _],
@@ -143,6 +143,7 @@ def launch_qkv[
 
     Parameters:
         t: Dtype of x and the weights.
+        tf32: Whether more rows than a GEMV takes are multiplied as tf32.
 
     Args:
         ctx: The device.
@@ -161,12 +162,12 @@ def launch_qkv[
         if m <= BATCH:
             return _gemv[BATCH](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
     if m <= SHORT_ROWS:
-        _gemm[SHORT_TILE](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
+        _gemm[SHORT_TILE, tf32](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
     else:
         comptime if by_wgmma[t]():
             _wgmma(ctx, dst, x, wq, wk, wv, m, nq, nk, k)
         else:
-            _gemm[TALL_TILE](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
+            _gemm[TALL_TILE, tf32](ctx, dst, x, wq, wk, wv, m, nq, nk, k)
 
 
 def launch_rope_append[
@@ -265,6 +266,7 @@ struct QKVRopeAppendGPU:
         has_bias: Bool,
         has_norm: Bool,
         target: StaticString,
+        tf32: Bool = False,
     ](
         output: OutputTensor[dtype=t, rank=3, ...],
         cache: MutableInputTensor[dtype=t, rank=6, ...],
@@ -307,7 +309,7 @@ struct QKVRopeAppendGPU:
         var nq = wq.dim_size(0)
         var nk = wk.dim_size(0)
         var projected = ctx.enqueue_create_buffer[F32](tokens * (nq + 2 * nk))
-        launch_qkv(
+        launch_qkv[tf32](
             ctx,
             projected.unsafe_ptr(),
             x.unsafe_ptr(),
