@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from shipway.errors import ShipwayError
+from shipway.ops import tf32
 from shipway.simt import matrix_ops
 from shipway.simt.device import Device
 from shipway.targets.kernels import HOPPER
@@ -115,3 +117,36 @@ def test_hopper_takes_its_own_products_for_tall_matrices(act: torch.dtype, monke
     tall = {key for key, kernel in launched.items() if kernel == "linear_wgmma"}
     assert tall == (set() if act == torch.float32 else {("sm_90a", matrix_ops.FEW_ROWS + 1)})
     assert set(launched.values()) - {"linear_wgmma"} == {"linear_gemm"}
+
+
+def in_tf32(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(tf32.operand(x.numpy()))
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+def test_tf32_multiplies_rounded_operands_and_is_taken_only_where_it_is_asked_for(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    device = DEVICES["sm_90a"]
+    for columns in (33, 64):
+        x, w, up, k, v = (torch.randn(n, columns, generator=generator) for n in (rows, 70, 70, 9, 9))
+        # Within the bound of float32 sums: neither truncated operands nor those of another format are.
+        out = matrix_ops.linear(device, x, w, tf32=True)
+        assert close(out, in_tf32(x), in_tf32(w).double())
+        assert not close(out, x, w.double())
+        assert close(matrix_ops.linear(device, x, w), x, w.double())
+        projections = in_tf32(torch.cat([w, k, v])).double()
+        assert close(matrix_ops.qkv(device, x, w, k, v, tf32=True), in_tf32(x), projections)
+        gate_up = matrix_ops.gate_up_silu(device, x, w, up, tf32=True)
+        wanted = matrix_ops.gate_up_silu(device, in_tf32(x), in_tf32(w), in_tf32(up))
+        torch.testing.assert_close(gate_up, wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(gate_up, matrix_ops.gate_up_silu(device, x, w, up), rtol=1e-4, atol=1e-4)
+
+
+def test_few_rows_are_multiplied_exactly_in_tf32_too() -> None:
+    x, w = torch.randn(8, 33), torch.randn(20, 33)
+    assert close(matrix_ops.linear(DEVICES["sm_90a"], x, w, tf32=True), x, w.double())
+
+
+def test_tf32_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ShipwayError, match=r"linear_gemm\[tf32,16,0,0\] is not written for gfx942"):
+        matrix_ops.linear(DEVICES["gfx942"], torch.randn(9, 33), torch.randn(20, 33), tf32=True)

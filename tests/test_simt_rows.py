@@ -1,7 +1,7 @@
 """The Mojo GPU kernels as rows of the catalogue: the properties and traps of every op, on simulated targets.
 
-CI takes every op on one target, and the two that use most of a target on one of the other vendor, in bf16; ``-m slow``
-all targets and dtypes.
+CI takes every op on one target, and the two that use most of a target on one of the other vendor, in bf16, and one
+in tf32; ``-m slow`` all targets and dtypes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shipway.targets.kernels import KERNELS
 
 LINES = [(op, row, dtype) for op, row, dtype in chosen(list(OPS), [], []) if row.simulated]
 IN_CI = {f"{op}-mojo@sm_90a-bf16" for op in OPS} | {f"{op}-mojo@gfx942-bf16" for op in ("linear", "attention_prefill")}
+IN_CI |= {"linear-mojo@sm_80-tf32"}
 HEAD_DIM = 64
 MANY = 60  # cases of each property in the long profile
 
@@ -45,6 +46,14 @@ def test_every_op_that_has_gpu_kernels_has_a_row_on_every_simulated_target() -> 
     launched = {op for kernel in KERNELS for op in kernel.ops}
     assert {(op.name, row.name) for op, row, _ in LINES} == {
         (op, f"mojo@{target}") for op in launched for target in SIMULATED
+    }
+
+
+def test_tf32_is_a_dtype_of_ops_with_products_on_nvidia() -> None:
+    assert {(op.name, row.name) for op, row, dtype in LINES if dtype == "tf32"} == {
+        (op, f"mojo@{target}")
+        for op in ("linear", "linear_residual", "gate_up_silu", "mlp", "lm_head", "qkv_rope_append")
+        for target in ("sm_80", "sm_90a")
     }
 
 

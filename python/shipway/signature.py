@@ -14,7 +14,7 @@ from typing import Any
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_F32 = (2 - 2**-23) * 2.0**127
 _LARGEST_HEAD_DIM = 256
-_TORCH = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "int32": "int32"}
+_TORCH = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "tf32": "float32", "int32": "int32"}
 _MAY_BE_EMPTY = ("T", "R")  # no tokens and no rows are calls like any other
 
 
@@ -125,7 +125,8 @@ def check(
 
     Args:
         op: Key of :data:`SIGNATURES`.
-        dtype: ``"f32"``, ``"bf16"`` or ``"f16"``: activations, matrices and KV cache.
+        dtype: ``"f32"``, ``"bf16"``, ``"f16"`` or ``"tf32"`` (float32, multiplied as tf32): activations, matrices and
+            KV cache.
         arguments: In the order of the signature.
         head_dim: What the implementation was made for; ``None`` where it serves any.
         strided: Non-contiguous arrays are ``"handled"``; ``"copied"``, which one written in place cannot be; or

@@ -89,6 +89,7 @@ class OpRunner(Runner):
                         magnitude=output.magnitude,
                         reduction=output.reduction,
                         rounded=output.rounded,
+                        operands=output.operands,
                         out_dtype="f32" if output.dtype == "f32" else None,
                     )
                 )
@@ -147,7 +148,7 @@ class OpRunner(Runner):
         tensor = torch.from_numpy(np.array(value, order="C"))
         if name not in self.op.activations:
             return tensor
-        return tensor.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[self.dtype])
+        return tensor.to({"bf16": torch.bfloat16, "f16": torch.float16}.get(self.dtype, torch.float32))
 
     def arguments(self, inputs: Inputs, layout: str = "contiguous") -> dict[str, Any]:
         """Fresh torch tensors of drawn inputs, those named in :attr:`Op.strided` laid out as ``layout`` says."""

@@ -1,7 +1,7 @@
 """The floating-point formats under test: rounding, unit roundoff and distance in ulps, in numpy alone.
 
 Values of every format are carried as float32 arrays that hold only representable values, because f32, bf16 and f16
-all embed exactly in float32. Stored bf16 is uint16.
+all embed exactly in float32. Stored bf16 is uint16. tf32 is float32 whose matrix products round their operands.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shipway.ops import tf32
+
 
 @dataclass(frozen=True)
 class DType:
     """One binary floating-point format.
 
     Attributes:
-        name: ``"f32"``, ``"bf16"`` or ``"f16"``.
+        name: ``"f32"``, ``"bf16"``, ``"f16"`` or ``"tf32"``.
         precision: Bits of the significand, the hidden one included.
         min_exponent: Exponent of the smallest normal number.
         max_finite: Largest finite value.
         underflow: Absolute error that underflow may cause. f32 and bf16 arithmetic commonly flushes subnormals
             (AVX512_BF16 always does), so theirs is the smallest normal number; f16 keeps its subnormals.
+        operand_roundoff: Largest relative error of an operand that a matrix product rounds; 0 where it takes operands
+            as they are stored.
     """
 
     name: str
@@ -29,6 +33,7 @@ class DType:
     min_exponent: int
     max_finite: float
     underflow: float
+    operand_roundoff: float = 0.0
 
     @property
     def unit_roundoff(self) -> float:
@@ -63,7 +68,8 @@ class DType:
 F32 = DType("f32", 24, -126, float(np.finfo(np.float32).max), 2.0**-126)
 BF16 = DType("bf16", 8, -126, float((2 - 2.0**-7) * 2.0**127), 2.0**-126)
 F16 = DType("f16", 11, -14, 65504.0, 2.0**-24)
-DTYPES = {dtype.name: dtype for dtype in (F32, BF16, F16)}
+TF32 = DType("tf32", F32.precision, F32.min_exponent, F32.max_finite, F32.underflow, tf32.ROUNDOFF)
+DTYPES = {dtype.name: dtype for dtype in (F32, BF16, F16, TF32)}
 
 
 def bf16_to_f32(bits: np.ndarray) -> np.ndarray:

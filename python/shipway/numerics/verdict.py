@@ -8,8 +8,10 @@ All of these must hold, over every element:
    ``|out - ref| <= 4 * sqrt(K) * u_acc * sum|a||b| + u_out * |ref|`` (Higham, Accuracy and Stability of Numerical
    Algorithms, chapter 3, with the statistical sqrt(K) in place of K), plus, for an op that holds a value in the dtype
    under test between two reductions, four roundings of it. The 2x rule alone is flaky with few outputs: the base may
-   be exact by luck.
-2. cosine difference ``1 - 2<x,y> / (|x|^2 + |y|^2)`` under 1e-10 (f32) or 1e-5 (bf16, f16) over the finite positions;
+   be exact by luck. tf32 rounds both operands of a product to 10 bits of fraction, each by at most ``u_op = 2^-11`` of
+   itself: the a-priori bound grows by ``2 * u_op * sum|a||b|``, or by what that does to an output it is not a sum of.
+2. cosine difference ``1 - 2<x,y> / (|x|^2 + |y|^2)`` under 1e-10 (f32), 1e-5 (bf16, f16) or 2^-21 (tf32: half the
+   square of ``2 * u_op``, products that are all off by what they may) over the finite positions;
    two zero vectors are equal. An op of two stages with a value in the dtype under test between them has both stages'
    limits.
 3. non-finite positions: NaN and each infinity exactly where the reference, rounded to the output's dtype, has them.
@@ -34,7 +36,7 @@ import numpy as np
 
 from shipway.numerics.dtypes import DTYPES, F32, DType
 
-COSINE_LIMIT = {"f32": 1e-10, "bf16": 1e-5, "f16": 1e-5}
+COSINE_LIMIT = {"f32": 1e-10, "bf16": 1e-5, "f16": 1e-5, "tf32": 2.0**-21}
 FEW_OUTPUTS = 64
 WORTHLESS = 0.1
 
@@ -72,6 +74,7 @@ def judge(
     magnitude: np.ndarray | float | None = None,
     reduction: int = 1,
     rounded: np.ndarray | None = None,
+    operands: np.ndarray | None = None,
     out_dtype: str | None = None,
 ) -> Verdict:
     """Judges ``out`` against ``ref64`` by the three rules above.
@@ -80,11 +83,12 @@ def judge(
         out: Result under test, any float dtype, any shape.
         ref64: float64 reference of the same shape.
         base: Plain PyTorch result of the same shape, for the 2x rule; ``None`` leaves only the a-priori bound.
-        dtype: Dtype under test, ``"f32"``, ``"bf16"`` or ``"f16"``: selects the cosine limit. Accumulation is float32.
+        dtype: Dtype under test, a key of :data:`DTYPES`: selects the cosine limit. Accumulation is float32.
         magnitude: ``sum|a||b|`` per element (or broadcastable), for the a-priori bound; ``None`` leaves only the 2x
             rule.
         reduction: Reduction length K.
         rounded: Root mean square, as it reaches each output, of what is rounded to ``dtype`` on the way.
+        operands: What the roundings of tf32's operands do to each output at most, if not ``2 * u_op * magnitude``.
         out_dtype: Dtype of the output where it is not ``dtype`` (float32 logits of a bf16 op).
 
     Raises:
@@ -117,6 +121,8 @@ def judge(
         base = None
     bound = _twice_base(base, ref, finite, fmt)
     a_priori = _a_priori(magnitude, reduction, ref, fmt)
+    if DTYPES[dtype].operand_roundoff and magnitude is not None:
+        a_priori = a_priori + (2 * DTYPES[dtype].operand_roundoff * magnitude if operands is None else operands)
     if rounded is not None:
         a_priori = a_priori + 4 * DTYPES[dtype].unit_roundoff * rounded
     failed = error > np.maximum(bound, a_priori)

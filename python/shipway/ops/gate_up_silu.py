@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from shipway.ops import tf32
 from shipway.ops.data import fill, weights
 from shipway.ops.implementations import compiled_rows, rows, torch_row
 from shipway.ops.linear import DIMS, FILLS, FORKED, product
 from shipway.ops.op import Case, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import poisoned_row_stays, repeatable, row_alone
+
+SILU_LOWEST = -1.278464542761074
+"""Where silu has its minimum: the root of ``1 + exp(-a) + a * exp(-a)``."""
 
 
 def silu(a: np.ndarray) -> np.ndarray:
@@ -38,10 +42,25 @@ def swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray,
     return a * s * b, magnitude
 
 
+def swiglu_in_tf32(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """What rounding x, gate and up to tf32 does to ``silu(x @ gate^T) * (x @ up^T)`` at most, ``[T, N]`` float64.
+
+    Such an error of the gate's product may span more than silu's bend, where a slope says nothing: silu falls to its
+    minimum and rises from there, so that its largest changes are those to the ends of the span and to the minimum.
+    """
+    a, a_magnitude = product(x, gate)
+    b, b_magnitude = product(x, up)
+    off_a, off_b = tf32.PRODUCT * a_magnitude, tf32.PRODUCT * b_magnitude
+    s = silu(a)
+    low, high = a - off_a, a + off_a
+    off_s = np.max([np.abs(silu(reached) - s) for reached in (low, high, np.clip(SILU_LOWEST, low, high))], axis=0)
+    return off_s * (np.abs(b) + off_b) + np.abs(s) * off_b
+
+
 def reference(x: np.ndarray, gate: np.ndarray, up: np.ndarray) -> dict[str, Output]:
     """``x [T, K]``, ``gate [N, K]``, ``up [N, K]`` -> ``out [T, N]``, all in the activation dtype."""
     out, magnitude = swiglu(x, gate, up)
-    return {"out": Output(out, "act", magnitude, x.shape[-1])}
+    return {"out": Output(out, "act", magnitude, x.shape[-1], operands=swiglu_in_tf32(x, gate, up))}
 
 
 def _draw(case: Case, rng: np.random.Generator) -> Inputs:

@@ -87,10 +87,11 @@ def _mojo_row(op: str) -> Implementation:
 
 def _simulated_row(op: str, target: str) -> Implementation:
     """Our Mojo GPU kernels, compiled for a target and run by the simulator; each variant compiles as it is launched."""
+    tf32 = any(variant.tf32 for kernel in KERNELS if op in kernel.ops for variant in kernel.every(target))
     return Implementation(
         f"mojo@{target}",
         lambda dtype, head_dim: _loaded("shipway.simt.rows", dtype, head_dim, target)[op],
-        HALF,
+        (*HALF, "tf32") if tf32 else HALF,
         strided="refused",
         # A few rows take a GEMV, which sums by multiply-adds; matrix units add in an order that no vendor documents.
         bitwise=False,

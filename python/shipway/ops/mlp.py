@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from shipway.ops import tf32
 from shipway.ops.data import fill, weights
-from shipway.ops.gate_up_silu import swiglu
+from shipway.ops.gate_up_silu import swiglu, swiglu_in_tf32
 from shipway.ops.implementations import compiled_rows, rows, torch_row
 from shipway.ops.linear import DIMS, FILLS, FORKED, product
 from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
@@ -28,7 +29,9 @@ def reference(
     out, size = product(inner, down)
     magnitude = product(inner_magnitude, np.abs(down))[0] + size + np.abs(residual)
     rounded = np.sqrt(product(np.square(inner), np.square(np.asarray(down, np.float64)))[0])
-    return {"out": Output(residual + out, "f32", magnitude, max(gate.shape), rounded)}
+    inner_off = swiglu_in_tf32(x, gate, up)
+    operands = product(inner_off + tf32.PRODUCT * (np.abs(inner) + inner_off), np.abs(down))[0]
+    return {"out": Output(residual + out, "f32", magnitude, max(gate.shape), rounded, operands)}
 
 
 def _draw(case: Case, rng: np.random.Generator) -> Inputs:

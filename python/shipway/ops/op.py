@@ -102,6 +102,8 @@ class Output:
         reduction: Length K of the longest reduction.
         rounded: Root of the summed squares of what is held in the activation dtype between two reductions, as it
             reaches each output: what its roundings, independent of each other, do to the output.
+        operands: What rounding every operand of a product to tf32 does to the output at most, where that is not
+            2^-10 of :attr:`magnitude`.
     """
 
     value: np.ndarray
@@ -109,6 +111,7 @@ class Output:
     magnitude: np.ndarray | None = None
     reduction: int = 1
     rounded: np.ndarray | None = None
+    operands: np.ndarray | None = None
 
 
 class Runner(Protocol):

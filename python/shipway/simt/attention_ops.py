@@ -39,12 +39,14 @@ def qkv_rope_append(
     offsets: Tensor,
     start: Tensor,
     layer: int,
+    *,
+    tf32: bool = False,
 ) -> Tensor:
     """Projects x ``[T, K]``; returns q ``[T, heads, head_dim]`` and appends k and v to the cache in place."""
     biases, norms = (bias_q, bias_k, bias_v), (norm_q, norm_k)
     size = checked("qkv_rope_append", x.dtype, x, wq, wk, wv, *biases, *norms, eps, table, cache, offsets, start, layer)
     head_dim, heads = size["D"], size["Nq"] // size["D"]
-    projected = qkv(device, x, wq, wk, wv)
+    projected = qkv(device, x, wq, wk, wv, tf32=tf32)
 
     out = unwritten(size["T"], heads, head_dim, dtype=x.dtype)
     absent, no_pages = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
