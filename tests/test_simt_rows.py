@@ -17,7 +17,7 @@ from shipway.targets.kernels import KERNELS
 
 LINES = [(op, row, dtype) for op, row, dtype in chosen(list(OPS), [], []) if row.simulated]
 IN_CI = {f"{op}-mojo@sm_90a-bf16" for op in OPS} | {f"{op}-mojo@gfx942-bf16" for op in ("linear", "attention_prefill")}
-IN_CI |= {"linear-mojo@sm_80-tf32"}
+IN_CI |= {"linear-mojo@sm_90a-tf32"}
 HEAD_DIM = 64
 MANY = 60  # cases of each property in the long profile
 
