@@ -16,7 +16,7 @@ from shipway.model.config import ModelConfig
 
 
 def build_paged_decoder(config: ModelConfig, pages: KVCacheParams, extension: Path, device: DeviceRef) -> Graph:
-    """Builds the graph, float32 throughout.
+    """Builds the graph; activations and matrices are in the dtype of the KV cache.
 
     Inputs: ``tokens [T]`` int64, ``offsets [B + 1]`` uint32, ``return_n_logits`` (unused: always the last token's), the
     KV cache's inputs in MAX's order, the RoPE table f32 ``[positions, rotary_dim]``. Output: logits f32
@@ -24,7 +24,7 @@ def build_paged_decoder(config: ModelConfig, pages: KVCacheParams, extension: Pa
 
     Args:
         config: The architecture.
-        pages: The KV cache; its page size is a multiple of 128.
+        pages: The KV cache, float32 or bfloat16; its page size is a multiple of 128.
         extension: The precompiled kernels.
         device: Where it runs.
     """
@@ -46,7 +46,7 @@ def build_paged_decoder(config: ModelConfig, pages: KVCacheParams, extension: Pa
             start=cache.cache_lengths.cast(DType.int32),
             rows=first[1:] - 1,
         )
-        weight = external_weights(graph, config, DType.float32, device)
+        weight = external_weights(graph, config, pages.dtype, device)
         cached = ops.Pages(cache.kv_blocks, cache.lookup_table, cache.page_stride)
-        graph.output(decode(config, DType.float32, weight, batch, table.tensor, cached))
+        graph.output(decode(config, pages.dtype, weight, batch, table.tensor, cached))
     return graph

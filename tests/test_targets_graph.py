@@ -8,6 +8,7 @@ import pytest
 from command_line import Run, assert_one_line
 from shipway.errors import ShipwayError
 from shipway.measure import targets as measured
+from shipway.model.config import ModelConfig
 from shipway.targets.arch import ARCHS, Arch
 from shipway.targets.compiler import OBJECT
 from shipway.targets.emit import emit
@@ -15,6 +16,7 @@ from shipway.targets.figures import Usage
 from shipway.targets.graph import GraphReport, compile_graph, read_kernels
 from shipway.targets.virtual_device import launches
 from targets_kernels import WIDE, put
+from tiny_checkpoints import SPECS
 
 PROGRAM = """
  %0:3 = "mgp.generic.execute"(%arg1) <{aRuntimeSlot = 0 : ui64, dSummary = "Sequence(mgp.tensor.extract.tensor_spec, \
@@ -22,7 +24,7 @@ index.mul, mgp.buffer.plan)", eIsAsync = false}> : (!mgp.context) -> index
  %1 = "mgp.generic.execute"(%arg1) <{aRuntimeSlot = 0 : ui64, dSummary = "mgp.buffer.alloc"}> : () -> index
  %2:2 = "mgp.generic.execute"(%arg1) <{dSummary = "Sequence(pop.cast_from_builtin, mo.reduce.rms_norm, \
 Prologue(View(mo.static.broadcast_to, Elementwise(mo.mul, mo.add)), mo.reduce.softmax, operandIndices=[0, 1]), \
-index.casts, linear, mo.add)", eIsAsync = true}> : () -> !mef.chain
+index.casts, linear, kgen.param.constant, mo.add)", eIsAsync = true}> : () -> !mef.chain
  %3 = "mgp.generic.execute"(%arg1) <{dSummary = "linear"}> : () -> !mef.chain
 """
 
@@ -80,6 +82,16 @@ def test_stock_graph_compiles_for_a_virtual_device(target: str, own_cache: Path)
     assert (again.cold, again.launches, again.kernels) == (False, report.launches, report.kernels)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90a", "gfx942"])
+def test_decoder_over_pages_compiles_for_a_virtual_device(target: str, own_cache: Path) -> None:
+    config = ModelConfig.from_hf({**SPECS["llama3"], "architectures": ["LlamaForCausalLM"]})
+    launched = compile_graph("shipway.targets.graph:paged_decoder", (config, "bf16"), {}, ARCHS[target]).launches
+    ours = [launch for launch in launched if launch.startswith("custom__")]
+    assert ours == ["custom__embedding", "custom__decoder_layers_paged", "custom__rms_norm", "custom__lm_head"]
+    assert all(launch.startswith(("mo.cast", "View(")) for launch in launched if launch not in ours)
+
+
 @pytest.fixture
 def decoders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """Stands in for the compiler; remembers what was asked of it."""
@@ -117,7 +129,7 @@ def test_graph_prints_launches_and_kernels(
     ("arguments", "message"),
     [
         (["--graph", "sm_81"], "--graph sm_81 is none of sm_80"),
-        (["--graph", "sm_90a", "--route", "xla"], "--route xla is none of mojo-graph, max-graph"),
+        (["--graph", "sm_90a", "--route", "xla"], "--route xla is none of mojo-graph, max-graph, serve"),
         (["--graph", "sm_90a", "--dtype", "f64"], "--dtype f64 is none of f32, bf16, tf32"),
         (["--graph", "sm_90a", "--dtype", "tf32", "--route", "max-graph"], "--dtype tf32 is none of f32, bf16"),
         (["--graph", "sm_90a,gfx942", "--dtype", "tf32"], "--dtype tf32 is for NVIDIA's targets, not gfx942"),

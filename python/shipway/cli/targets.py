@@ -32,7 +32,9 @@ def targets(
     graph: Annotated[
         str, typer.Option(help="Compile the decoder's whole graph for these targets instead, separated by commas.")
     ] = "",
-    route: Annotated[str, typer.Option(help="With --graph: whose graph, mojo-graph or max-graph.")] = "mojo-graph",
+    route: Annotated[
+        str, typer.Option(help="With --graph: whose graph, mojo-graph, max-graph, or serve for our paged KV cache.")
+    ] = "mojo-graph",
     model: Model = DEFAULT_MODEL,
     dtype: Annotated[
         str, typer.Option(help="With --graph: dtype of activations and weights, f32, bf16 or tf32.")

@@ -65,8 +65,26 @@ def stock_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
     return build_stock_decoder(config, dtype, device)
 
 
-DECODERS = {"mojo-graph": mojo_decoder, "max-graph": stock_decoder}
-"""By the route that runs them."""
+def paged_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
+    """Our decoder's graph over MAX's paged KV cache."""
+    from max.nn.kv_cache import MHAKVCacheParams
+
+    from shipway.graphs.extension import kernels_extension
+    from shipway.graphs.ops import DTYPES
+    from shipway.graphs.paged_decoder import build_paged_decoder
+
+    pages = MHAKVCacheParams(
+        dtype=DTYPES[dtype],
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_layers=config.num_hidden_layers,
+        devices=[device],
+    )
+    return build_paged_decoder(config, pages, kernels_extension(), device)
+
+
+DECODERS = {"mojo-graph": mojo_decoder, "max-graph": stock_decoder, "serve": paged_decoder}
+"""By the route, or the command, that runs them."""
 
 
 def compile_decoder(

@@ -106,7 +106,7 @@ _HEAD_DIMS = ("16", "64", "80", "96", "128", "160")
 # A contiguous cache for all of them, pages for what a server is likely to run.
 _CACHES = (
     *((act, head_dim, "0") for act in _ACTS for head_dim in _HEAD_DIMS),
-    *(("bf16", head_dim, "1") for head_dim in ("64", "128")),
+    *((act, head_dim, "1") for act in _ACTS for head_dim in ("64", "128")),
 )
 _FLAGS = (("0", "0"), ("1", "0"), ("0", "1"))  # residual, gather
 

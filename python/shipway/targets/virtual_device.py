@@ -20,7 +20,7 @@ from typing import Any
 
 REQUEST, MEF, LAUNCHES, ERROR = "request.pickle", "graph.mef", "launches.json", "error"
 _SUMMARY = re.compile(r'"mgp\.generic\.execute".*?\bdSummary = "([^"]*)"')
-_HOST = ("index.", "mef.", "mgp.", "pop.", "rmo.")
+_HOST = ("index.", "kgen.", "mef.", "mgp.", "pop.", "rmo.")
 """Dialects of what a summary lists besides launches: shapes and memory, worked out on the host."""
 
 

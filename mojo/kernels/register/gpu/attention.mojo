@@ -1,5 +1,5 @@
-"""Op `attention` on GPUs: sequences of one new token by `attention_decode` and
-`attention_combine`, longer ones by `attention_prefill`."""
+"""Ops `attention` and `attention_paged` on GPUs: sequences of one new token by
+`attention_decode` and `attention_combine`, longer ones by `attention_prefill`."""
 from std.math import ceildiv
 from max.gpu.host import DeviceContext
 import extensibility
@@ -17,8 +17,8 @@ from kernels.gpu.attention_prefill import attention_prefill
 from kernels.gpu.tile_op import F32
 from kernels.kv_cache import CacheShape
 from kernels.register.attention import check_attention
-from kernels.register.gpu.launch import THREADS, blocks, unread
-from kernels.register.kv_cache import contiguous
+from kernels.register.gpu.kv_cache import DeviceCache, contiguous, paged
+from kernels.register.gpu.launch import THREADS, blocks
 
 comptime QUERIES = 64
 """Rows of a query tile, to count blocks: the kernel walks whatever there is."""
@@ -35,13 +35,13 @@ def partials(batch: Int, heads: Int, cached: CacheShape) -> Int:
 
 
 def _decode[
-    t: DType, //, D: Int, ROWS: Int
+    t: DType, is_paged: Bool, //, D: Int, ROWS: Int
 ](
     ctx: DeviceContext,
     partial: Pointer[mut=True, Float32, _],
     q: Pointer[Scalar[t], _],
     cache: Pointer[Scalar[t], _],
-    cached: CacheShape,
+    cached: DeviceCache[is_paged],
     offsets: Pointer[Int32, _],
     start: Pointer[Int32, _],
     batch: Int,
@@ -52,38 +52,38 @@ def _decode[
     window: Int32,
 ) raises:
     """Enqueues the splits; `ROWS` query heads of a KV head share its keys."""
-    ctx.enqueue_function[attention_decode[t, D, False, ROWS]](
+    ctx.enqueue_function[attention_decode[t, D, is_paged, ROWS]](
         partial,
         q,
         cache,
-        unread[DType.uint32](start),
+        cached.lookup,
         offsets,
         start,
         Int32(batch),
         Int32(heads),
-        Int32(cached.kv_heads),
-        Int32(cached.layers),
+        Int32(cached.shape.kv_heads),
+        Int32(cached.shape.layers),
         Int32(layer),
-        Int32(cached.capacity),
-        Int32(0),
-        Int64(0),
+        Int32(cached.shape.capacity),
+        cached.page_size,
+        cached.page_stride,
         Int32(splits),
         scale,
         window,
-        grid_dim=blocks(batch * cached.kv_heads * splits),
+        grid_dim=blocks(batch * cached.shape.kv_heads * splits),
         block_dim=THREADS,
     )
 
 
 def launch_attention[
-    t: DType, //, D: Int
+    t: DType, is_paged: Bool, //, D: Int
 ](
     ctx: DeviceContext,
     dst: Pointer[mut=True, Scalar[t], _],
     partial: Pointer[mut=True, Float32, _],
     q: Pointer[Scalar[t], _],
     cache: Pointer[Scalar[t], _],
-    cached: CacheShape,
+    cached: DeviceCache[is_paged],
     offsets: Pointer[Int32, _],
     start: Pointer[Int32, _],
     batch: Int,
@@ -101,6 +101,7 @@ def launch_attention[
 
     Parameters:
         t: Dtype of q, of the cache and of the output.
+        is_paged: Whether the cache is MAX's pages.
         D: The head_dim.
 
     Args:
@@ -108,8 +109,8 @@ def launch_attention[
         dst: `[T, heads, D]`.
         partial: `[partials(...)]` float32.
         q: `[T, heads, D]`.
-        cache: The contiguous KV cache.
-        cached: Its shape.
+        cache: The KV cache.
+        cached: Its shape and layout.
         offsets: `[batch + 1]`.
         start: `[batch]`.
         batch: Sequences.
@@ -119,10 +120,9 @@ def launch_attention[
         scale: Factor of the scores.
         window: Last keys a row sees, itself included; 0 for all.
     """
-    var splits = ceildiv(cached.capacity, SPLIT)
-    var lookup = unread[DType.uint32](start)
+    var splits = ceildiv(cached.shape.capacity, SPLIT)
     if batch > 1 or tokens == 1:
-        if heads > cached.kv_heads:
+        if heads > cached.shape.kv_heads:
             _decode[D, 4](
                 ctx,
                 partial,
@@ -167,27 +167,73 @@ def launch_attention[
             block_dim=THREADS,
         )
     if tokens > 1:
-        ctx.enqueue_function[attention_prefill[t, D, False]](
+        ctx.enqueue_function[attention_prefill[t, D, is_paged]](
             dst,
             q,
             cache,
-            lookup,
+            cached.lookup,
             offsets,
             start,
             Int32(batch),
             Int32(heads),
-            Int32(cached.kv_heads),
-            Int32(cached.layers),
+            Int32(cached.shape.kv_heads),
+            Int32(cached.shape.layers),
             Int32(layer),
-            Int32(cached.capacity),
-            Int32(0),
-            Int64(0),
+            Int32(cached.shape.capacity),
+            cached.page_size,
+            cached.page_stride,
             scale,
             window,
             Int32(2),
             grid_dim=blocks(heads * (ceildiv(tokens, QUERIES) + batch - 1)),
             block_dim=THREADS,
         )
+
+
+def _attention[
+    t: DType, is_paged: Bool, //, head_dim: Int
+](
+    ctx: DeviceContext,
+    output: OutputTensor[dtype=t, rank=3, ...],
+    cache: MutableInputTensor[dtype=t, rank=6, ...],
+    cached: DeviceCache[is_paged],
+    q: InputTensor[dtype=t, rank=3, ...],
+    offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+    start: InputTensor[dtype=DType.int32, rank=1, ...],
+    layer: Int32,
+    scale: Float32,
+    window: Int32,
+) raises:
+    """Checks a call and enqueues it."""
+    var tokens = q.dim_size(0)
+    var heads = q.dim_size(1)
+    check_attention[head_dim](
+        "attention", cached.shape, heads, offsets, start, layer, window
+    )
+    if tokens == 0:
+        return
+    var batch = start.dim_size(0)
+    var partial = ctx.enqueue_create_buffer[F32](
+        partials(batch, heads, cached.shape)
+    )
+    launch_attention[head_dim](
+        ctx,
+        output.unsafe_ptr(),
+        partial.unsafe_ptr(),
+        q.unsafe_ptr(),
+        cache.unsafe_ptr(),
+        cached,
+        offsets.unsafe_ptr(),
+        start.unsafe_ptr(),
+        batch,
+        tokens,
+        heads,
+        Int(layer),
+        scale,
+        window,
+    )
+    # Pointers alone would not keep it until here.
+    _ = partial^
 
 
 @extensibility.register("attention", type="gpu")
@@ -209,33 +255,49 @@ struct AttentionGPU:
         window: Int32,
         ctx: DeviceContext,
     ) raises:
-        var cached = contiguous(cache).extent()
-        var tokens = q.dim_size(0)
-        var heads = q.dim_size(1)
-        check_attention[head_dim](
-            "attention", cached, heads, offsets, start, layer, window
-        )
-        if tokens == 0:
-            return
-        var batch = start.dim_size(0)
-        var partial = ctx.enqueue_create_buffer[F32](
-            partials(batch, heads, cached)
-        )
-        launch_attention[head_dim](
+        _attention[head_dim](
             ctx,
-            output.unsafe_ptr(),
-            partial.unsafe_ptr(),
-            q.unsafe_ptr(),
-            cache.unsafe_ptr(),
-            cached,
-            offsets.unsafe_ptr(),
-            start.unsafe_ptr(),
-            batch,
-            tokens,
-            heads,
-            Int(layer),
+            output,
+            cache,
+            contiguous(cache),
+            q,
+            offsets,
+            start,
+            layer,
             scale,
             window,
         )
-        # Pointers alone would not keep it until here.
-        _ = partial^
+
+
+@extensibility.register("attention_paged", type="gpu")
+struct AttentionPagedGPU:
+    """`attention` over MAX's pages, found by `lookup` [B, pages]."""
+
+    @staticmethod
+    def execute[
+        t: DType, //, head_dim: Int, target: StaticString
+    ](
+        output: OutputTensor[dtype=t, rank=3, ...],
+        blocks: MutableInputTensor[dtype=t, rank=6, ...],
+        lookup: InputTensor[dtype=DType.uint32, rank=2, ...],
+        page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
+        q: InputTensor[dtype=t, rank=3, ...],
+        offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+        start: InputTensor[dtype=DType.int32, rank=1, ...],
+        layer: Int32,
+        scale: Float32,
+        window: Int32,
+        ctx: DeviceContext,
+    ) raises:
+        _attention[head_dim](
+            ctx,
+            output,
+            blocks,
+            paged(blocks, lookup, page_stride),
+            q,
+            offsets,
+            start,
+            layer,
+            scale,
+            window,
+        )

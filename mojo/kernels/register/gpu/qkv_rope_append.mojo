@@ -1,4 +1,5 @@
-"""Op `qkv_rope_append` on GPUs: one launch projects, one finishes heads."""
+"""Ops `qkv_rope_append` and `qkv_rope_append_paged` on GPUs: one launch projects,
+one finishes heads."""
 from std.math import ceildiv
 from max.gpu.host import DeviceContext
 import extensibility
@@ -9,7 +10,7 @@ from extensibility.managed_tensor_slice import (
 from kernels.gpu.qkv import NT, WGMMA_NT, qkv_gemm, qkv_gemv, qkv_wgmma
 from kernels.gpu.rope_append import rope_append
 from kernels.gpu.tile_op import F32
-from kernels.kv_cache import CacheShape
+from kernels.register.gpu.kv_cache import DeviceCache, contiguous, paged
 from kernels.register.gpu.launch import (
     GEMV_BATCHES,
     SHORT_ROWS,
@@ -21,7 +22,6 @@ from kernels.register.gpu.launch import (
     gemv_tiles,
     unread,
 )
-from kernels.register.kv_cache import contiguous
 from kernels.register.qkv_rope_append import check_qkv, check_vectors
 
 
@@ -171,12 +171,12 @@ def launch_qkv[
 
 
 def launch_rope_append[
-    t: DType, //, has_bias: Bool, has_norm: Bool
+    t: DType, is_paged: Bool, //, has_bias: Bool, has_norm: Bool
 ](
     ctx: DeviceContext,
     q: Pointer[mut=True, Scalar[t], _],
     cache: Pointer[mut=True, Scalar[t], _],
-    cached: CacheShape,
+    cached: DeviceCache[is_paged],
     projected: Pointer[Float32, _],
     bias_q: Pointer[Float32, _],
     bias_k: Pointer[Float32, _],
@@ -197,14 +197,15 @@ def launch_rope_append[
 
     Parameters:
         t: Dtype of q and of the cache.
+        is_paged: Whether the cache is MAX's pages.
         has_bias: Whether q, k and v have biases.
         has_norm: Whether q and k heads are RMS-normed.
 
     Args:
         ctx: The device.
         q: `[T, heads, head_dim]`.
-        cache: The contiguous KV cache.
-        cached: Its shape.
+        cache: The KV cache.
+        cached: Its shape and layout.
         projected: `[T, heads + 2 kv_heads, head_dim]` float32.
         bias_q: `[heads * head_dim]`.
         bias_k: `[kv_heads * head_dim]`.
@@ -221,10 +222,10 @@ def launch_rope_append[
         heads: Query heads.
         layer: Decoder layer.
     """
-    ctx.enqueue_function[rope_append[t, False]](
+    ctx.enqueue_function[rope_append[t, is_paged]](
         q,
         cache,
-        unread[DType.uint32](start),
+        cached.lookup,
         projected,
         bias_q,
         bias_k,
@@ -238,19 +239,107 @@ def launch_rope_append[
         Int32(tokens),
         Int32(batch),
         Int32(heads),
-        Int32(cached.kv_heads),
-        Int32(cached.head_dim),
+        Int32(cached.shape.kv_heads),
+        Int32(cached.shape.head_dim),
         Int32(rotary_dim),
-        Int32(cached.layers),
+        Int32(cached.shape.layers),
         Int32(layer),
-        Int32(cached.capacity),
-        Int32(0),
-        Int64(0),
+        Int32(cached.shape.capacity),
+        cached.page_size,
+        cached.page_stride,
         Int32(1 if has_bias else 0),
         Int32(1 if has_norm else 0),
         grid_dim=blocks(tokens),
         block_dim=THREADS,
     )
+
+
+def _qkv_rope_append[
+    t: DType,
+    is_paged: Bool,
+    //,
+    head_dim: Int,
+    has_bias: Bool,
+    has_norm: Bool,
+    tf32: Bool,
+](
+    ctx: DeviceContext,
+    output: OutputTensor[dtype=t, rank=3, ...],
+    cache: MutableInputTensor[dtype=t, rank=6, ...],
+    cached: DeviceCache[is_paged],
+    x: InputTensor[dtype=t, rank=2, ...],
+    wq: InputTensor[dtype=t, rank=2, ...],
+    wk: InputTensor[dtype=t, rank=2, ...],
+    wv: InputTensor[dtype=t, rank=2, ...],
+    bias_q: InputTensor[dtype=F32, rank=1, ...],
+    bias_k: InputTensor[dtype=F32, rank=1, ...],
+    bias_v: InputTensor[dtype=F32, rank=1, ...],
+    norm_q: InputTensor[dtype=F32, rank=1, ...],
+    norm_k: InputTensor[dtype=F32, rank=1, ...],
+    eps: Float32,
+    table: InputTensor[dtype=F32, rank=2, ...],
+    offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+    start: InputTensor[dtype=DType.int32, rank=1, ...],
+    layer: Int32,
+) raises:
+    """Checks a call and enqueues it."""
+    var tokens = x.dim_size(0)
+    check_qkv[head_dim](
+        "qkv_rope_append",
+        cached.shape,
+        tokens,
+        x.dim_size(1),
+        wq,
+        wk,
+        wv,
+        table,
+        offsets,
+        start,
+        layer,
+    )
+    check_vectors[head_dim, has_bias, has_norm](
+        wq, wk, bias_q, bias_k, bias_v, norm_q, norm_k
+    )
+    if tokens == 0:
+        return
+    var nq = wq.dim_size(0)
+    var nk = wk.dim_size(0)
+    var projected = ctx.enqueue_create_buffer[F32](tokens * (nq + 2 * nk))
+    launch_qkv[tf32](
+        ctx,
+        projected.unsafe_ptr(),
+        x.unsafe_ptr(),
+        wq.unsafe_ptr(),
+        wk.unsafe_ptr(),
+        wv.unsafe_ptr(),
+        tokens,
+        nq,
+        nk,
+        x.dim_size(1),
+    )
+    launch_rope_append[has_bias, has_norm](
+        ctx,
+        output.unsafe_ptr(),
+        cache.unsafe_ptr(),
+        cached,
+        projected.unsafe_ptr(),
+        bias_q.unsafe_ptr(),
+        bias_k.unsafe_ptr(),
+        bias_v.unsafe_ptr(),
+        norm_q.unsafe_ptr(),
+        norm_k.unsafe_ptr(),
+        eps,
+        table.unsafe_ptr(),
+        table.dim_size(1),
+        offsets.unsafe_ptr(),
+        start.unsafe_ptr(),
+        start.dim_size(0),
+        tokens,
+        nq // head_dim,
+        Int(layer),
+    )
+    # Pointers alone would not keep it until here.
+    _ = projected^
 
 
 @extensibility.register("qkv_rope_append", type="gpu")
@@ -286,61 +375,79 @@ struct QKVRopeAppendGPU:
         layer: Int32,
         ctx: DeviceContext,
     ) raises:
-        var cached = contiguous(cache).extent()
-        var tokens = x.dim_size(0)
-        check_qkv[head_dim](
-            "qkv_rope_append",
-            cached,
-            tokens,
-            x.dim_size(1),
+        _qkv_rope_append[head_dim, has_bias, has_norm, tf32](
+            ctx,
+            output,
+            cache,
+            contiguous(cache),
+            x,
             wq,
             wk,
             wv,
+            bias_q,
+            bias_k,
+            bias_v,
+            norm_q,
+            norm_k,
+            eps,
             table,
             offsets,
             start,
             layer,
         )
-        check_vectors[head_dim, has_bias, has_norm](
-            wq, wk, bias_q, bias_k, bias_v, norm_q, norm_k
-        )
-        if tokens == 0:
-            return
-        var nq = wq.dim_size(0)
-        var nk = wk.dim_size(0)
-        var projected = ctx.enqueue_create_buffer[F32](tokens * (nq + 2 * nk))
-        launch_qkv[tf32](
+
+
+@extensibility.register("qkv_rope_append_paged", type="gpu")
+struct QKVRopeAppendPagedGPU:
+    """`qkv_rope_append` into MAX's pages, found by `lookup` [B, pages]."""
+
+    @staticmethod
+    def execute[
+        t: DType,
+        //,
+        head_dim: Int,
+        has_bias: Bool,
+        has_norm: Bool,
+        target: StaticString,
+        tf32: Bool = False,
+    ](
+        output: OutputTensor[dtype=t, rank=3, ...],
+        blocks: MutableInputTensor[dtype=t, rank=6, ...],
+        lookup: InputTensor[dtype=DType.uint32, rank=2, ...],
+        page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
+        x: InputTensor[dtype=t, rank=2, ...],
+        wq: InputTensor[dtype=t, rank=2, ...],
+        wk: InputTensor[dtype=t, rank=2, ...],
+        wv: InputTensor[dtype=t, rank=2, ...],
+        bias_q: InputTensor[dtype=F32, rank=1, ...],
+        bias_k: InputTensor[dtype=F32, rank=1, ...],
+        bias_v: InputTensor[dtype=F32, rank=1, ...],
+        norm_q: InputTensor[dtype=F32, rank=1, ...],
+        norm_k: InputTensor[dtype=F32, rank=1, ...],
+        eps: Float32,
+        table: InputTensor[dtype=F32, rank=2, ...],
+        offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+        start: InputTensor[dtype=DType.int32, rank=1, ...],
+        layer: Int32,
+        ctx: DeviceContext,
+    ) raises:
+        _qkv_rope_append[head_dim, has_bias, has_norm, tf32](
             ctx,
-            projected.unsafe_ptr(),
-            x.unsafe_ptr(),
-            wq.unsafe_ptr(),
-            wk.unsafe_ptr(),
-            wv.unsafe_ptr(),
-            tokens,
-            nq,
-            nk,
-            x.dim_size(1),
-        )
-        launch_rope_append[has_bias, has_norm](
-            ctx,
-            output.unsafe_ptr(),
-            cache.unsafe_ptr(),
-            cached,
-            projected.unsafe_ptr(),
-            bias_q.unsafe_ptr(),
-            bias_k.unsafe_ptr(),
-            bias_v.unsafe_ptr(),
-            norm_q.unsafe_ptr(),
-            norm_k.unsafe_ptr(),
+            output,
+            blocks,
+            paged(blocks, lookup, page_stride),
+            x,
+            wq,
+            wk,
+            wv,
+            bias_q,
+            bias_k,
+            bias_v,
+            norm_q,
+            norm_k,
             eps,
-            table.unsafe_ptr(),
-            table.dim_size(1),
-            offsets.unsafe_ptr(),
-            start.unsafe_ptr(),
-            start.dim_size(0),
-            tokens,
-            nq // head_dim,
-            Int(layer),
+            table,
+            offsets,
+            start,
+            layer,
         )
-        # Pointers alone would not keep it until here.
-        _ = projected^
