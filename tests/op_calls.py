@@ -17,12 +17,15 @@ from shipway.ops.op import Outputs
 from shipway.signature import SIGNATURES, Array, Number
 
 TORCH = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "int32": torch.int32}
+STORED = {"int8": torch.int8, "uint8": torch.uint8}  # elements and zero points of packed matrices
 
 # head_dim is one that the properties compile anyway; N is wide, as the roundings of few values do not average out.
 SMALL = {"T": 2, "K": 6, "V": 5, "R": 2, "N": 64, "H": 4, "D": 64, "kv_heads": 2, "Nq": 256, "Nk": 128, "slots": 2}
 SMALL |= {"width": 64, "layers": 2, "capacity": 8, "positions": 8, "rotary_dim": 64, "B": 2, "B1": 3}
+SMALL |= {"groups": 1, "pairs": 3}
 LARGE = SMALL | {"T": 3, "K": 33, "V": 40, "R": 4, "N": 97, "H": 3, "kv_heads": 1, "Nq": 192, "Nk": 64, "slots": 4}
 LARGE |= {"width": 80, "layers": 1, "capacity": 20, "positions": 30, "rotary_dim": 32, "B": 3, "B1": 4}
+LARGE |= {"groups": 2, "pairs": 17}
 NUMBERS = {
     "eps": 1e-5,
     "scale": 0.125,
@@ -46,6 +49,9 @@ def arguments_of(op: str, dtype: str = "f32", sizes: Mapping[str, int] = SMALL, 
         shape = [dim if isinstance(dim, int) else sizes[dim] for dim in kind.dims]
         if kind.dtype == "int32":
             return torch.tensor(INTEGERS[name][: shape[0]], dtype=torch.int32)
+        if stored := STORED.get(kind.dtype):
+            kinds = torch.iinfo(stored)
+            return torch.randint(kinds.min, kinds.max + 1, shape, dtype=stored, generator=generator)
         drawn = torch.rand(shape, generator=generator)
         return (drawn if name == "uniform" else 2 * drawn - 1).to(TORCH[dtype if kind.dtype == "act" else kind.dtype])
 

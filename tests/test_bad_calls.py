@@ -174,6 +174,14 @@ WRONG = (
     Wrong("gate_up_silu", "up has shape [1, 6], but N is 64", turns(up=lambda x: x[:1])),
     Wrong("mlp", "down has shape [64, 6], but K is 6", turns(down=lambda x: x.T.contiguous())),
     Wrong("mlp", "residual has shape [2, 3], but K is 6", turns(residual=lambda x: x[:, :3].clone())),
+    Wrong("linear_int8", "w must be torch.int8 on cpu, not torch.uint8", turns(w=lambda x: x.view(torch.uint8))),
+    Wrong("linear_int8", "groups of a row of 6 elements are 1, not 2", turns(w_scales=lambda x: x.repeat(1, 2))),
+    Wrong("linear_int8", "w_scales must be torch.float16 on cpu", turns(w_scales=lambda x: x.float())),
+    Wrong("linear_int4", "pairs of a row of 6 elements are 3, not 4", turns(w=lambda x: torch.cat([x, x[:, :1]], 1))),
+    Wrong("linear_int4", "w_zeros has shape [63, 1], but N is 64", turns(w_zeros=lambda x: x[1:])),
+    Wrong(
+        "gate_up_silu_int4", "up_scales has shape [64, 2], but groups is 1", turns(up_scales=lambda x: x.repeat(1, 2))
+    ),
     Wrong("lm_head", "rows must be from 0 and below 2, but rows[1] is 2", puts(rows=[0, 2])),
     Wrong("lm_head", "rows must be from 0 and below 2, but rows[0] is -1", puts(rows=[-1, 0])),
     Wrong("greedy", "logits has shape [2, 0], but V must be at least 1", turns(logits=lambda x: x[:, :0])),

@@ -17,10 +17,13 @@ from shipway.ops.attention_reference import attend, visible
 from shipway.ops.catalogue import OPS
 from shipway.ops.gate_up_silu import silu
 from shipway.ops.greedy import reference as greedy_reference
+from shipway.ops.implementations import SIMULATED
 from shipway.ops.op import Case
+from shipway.ops.packed import pack, unpacked
 from shipway.ops.qkv_rope_append import positions_of
 from shipway.ops.rms_norm import rms_norm
 from shipway.ops.rope import rotate, table_of
+from shipway.signature import MATRICES, WORDS
 
 RNG = np.random.default_rng(0)
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -46,9 +49,13 @@ def test_the_catalogue_holds_every_op_with_its_rows() -> None:
         "lm_head",
         "greedy",
         "sample",
+        *(f"{op}_{word}" for word in WORDS for op in MATRICES),
     ]
     for name, op in OPS.items():
         assert op.name == name
+        if name.endswith(WORDS):  # GPU kernels only
+            assert set(op.implementations) == {"torch", *(f"mojo@{target}" for target in SIMULATED)}
+            continue
         assert set(op.implementations) >= {"torch", "mojo"}
         assert op.implementations["mojo"].known == (), "our own kernels have no known failures"
         assert op.implementations["mojo"].bitwise
@@ -149,6 +156,28 @@ def test_matrix_ops_on_integers_are_exact() -> None:
     np.testing.assert_array_equal(with_residual, product + torch.from_numpy(residual))
     rows = np.array([2, 0, 2])
     np.testing.assert_array_equal(OPS["lm_head"].reference(x, w, rows)["out"].value, product[rows])
+
+
+def test_packed_elements_by_hand() -> None:
+    scales = np.array([[0.5, 2.0]], np.float16)
+    bytes_ = np.zeros((1, 33), np.int8)
+    bytes_[0, [0, 31, 32]] = -128, 3, -1
+    assert unpacked(33, bytes_, scales)[0, [0, 31, 32]].tolist() == [-64, 1.5, -2]
+    halves = np.zeros((1, 17), np.uint8)
+    halves[0, [0, 15, 16]] = 0x2F, 0x10, 0xF7  # the low half first; the last high half is of nothing
+    zeros = np.array([[8, 200]], np.uint8)
+    assert unpacked(33, halves, scales, zeros)[0, [0, 1, 31, 32]].tolist() == [3.5, -3, -3.5, -386]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("columns", [1, 31, 32, 65])
+def test_packing_is_about_a_step_off_at_most(word: str, columns: int) -> None:
+    w = RNG.standard_normal((9, columns)).astype(np.float32)
+    w[0] = 0
+    packed = pack(w, word)
+    steps = np.repeat(packed[1].astype(np.float64), 32, axis=1)[:, :columns]
+    # Half for the element, half for int4's zero point or for +128, which int8 lacks; the float16 scale is rounded.
+    assert (np.abs(unpacked(columns, *packed) - w) <= 1.1 * steps).all()
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -147,5 +147,5 @@ def test_a_declared_failure_is_known_as_a_case_alone_too() -> None:
 
 def test_our_own_kernels_have_no_known_failures_and_are_bitwise() -> None:
     for op in OPS.values():
-        assert op.implementations["mojo"].known == ()
-        assert op.implementations["mojo"].bitwise
+        assert all(row.known == () for name, row in op.implementations.items() if name.startswith("mojo"))
+        assert "mojo" not in op.implementations or op.implementations["mojo"].bitwise

@@ -14,7 +14,15 @@ from typing import Any
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_F32 = (2 - 2**-23) * 2.0**127
 _LARGEST_HEAD_DIM = 256
-_TORCH = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "tf32": "float32", "int32": "int32"}
+_TORCH = {
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "tf32": "float32",
+    "int32": "int32",
+    "int8": "int8",
+    "uint8": "uint8",
+}
 _MAY_BE_EMPTY = ("T", "R")  # no tokens and no rows are calls like any other
 
 
@@ -23,7 +31,8 @@ class Array:
     """An array argument.
 
     Attributes:
-        dtype: ``"act"`` (activations, matrices, KV cache), ``"f32"`` or ``"int32"``.
+        dtype: ``"act"`` (activations, matrices, KV cache), ``"f32"``, ``"int32"``, or of packed matrices ``"int8"``,
+            ``"uint8"`` or ``"f16"``.
         dims: A number, or a name that stands for one number throughout a call; ``D`` is the head_dim
             that an implementation was made for.
         below: Elements are from 0 and below this number, or the number of this name; ``""``: any.
@@ -69,7 +78,7 @@ _ATTENTION: Signature = {
     "window": Number(int, 0),
 }
 
-SIGNATURES: Mapping[str, Signature] = {
+_PLAIN: Mapping[str, Signature] = {
     "embedding": {"ids": Array("int32", ("T",), below="V"), "table": Array("act", ("V", "K"))},
     "rms_norm": {"x": Array("f32", ("T", "K")), "weight": Array("f32", ("K",)), "eps": Number(float, 0)},
     "rope": {
@@ -115,6 +124,49 @@ SIGNATURES: Mapping[str, Signature] = {
         "vocab": Number(int, 1),
     },
 }
+
+WORDS = ("int8", "int4")
+"""Formats of packed matrices."""
+GROUP = 32
+"""Elements of a row of a packed matrix that share a scale, as in ``mojo/kernels/gpu/weight_format.mojo``."""
+
+MATRICES: Mapping[str, tuple[str, ...]] = {
+    "qkv_rope_append": ("wq", "wk", "wv"),
+    "linear": ("w",),
+    "gate_up_silu": ("gate", "up"),
+}
+"""Ops that take packed matrices too, under their names with ``_int8`` and ``_int4``, and which arguments these are."""
+
+
+def packed_arguments(matrix: str, word: str) -> tuple[str, ...]:
+    """Names of what stands for a matrix in a format of :data:`WORDS`: stored elements, scales, zero points.
+
+    The elements of ``w [N, K]``: int8 ``[N, K]``, or for int4 uint8 ``[N, ceil(K / 2)]``, two of them in a byte, the
+    even one in its low half. ``w_scales``: float16 ``[N, ceil(K / GROUP)]``. ``w_zeros``, of int4: uint8, like the
+    scales. An element is ``(stored - zero) * scale``.
+    """
+    return (matrix, f"{matrix}_scales", *([f"{matrix}_zeros"] if word == "int4" else []))
+
+
+def _packed(op: str, word: str) -> Signature:
+    """The signature of an op with packed matrices."""
+    arguments: dict[str, Array | Number] = {}
+    for name, kind in _PLAIN[op].items():
+        if name not in MATRICES[op]:
+            arguments[name] = kind
+            continue
+        assert isinstance(kind, Array)
+        rows = kind.dims[0]
+        elements = Array("int8", (rows, "K")) if word == "int8" else Array("uint8", (rows, "pairs"))
+        kinds = (elements, Array("f16", (rows, "groups")), Array("uint8", (rows, "groups")))
+        arguments |= dict(zip(packed_arguments(name, word), kinds, strict=False))
+    return arguments
+
+
+SIGNATURES: Mapping[str, Signature] = {
+    **_PLAIN,
+    **{f"{op}_{word}": _packed(op, word) for op in MATRICES for word in WORDS},
+}
 """Arguments of each op in call order."""
 
 
@@ -155,6 +207,8 @@ def check(
     for name, kind in signature.items():
         if isinstance(kind, Array) and kind.below:
             _below(op, name, given[name], sizes[kind.below] if isinstance(kind.below, str) else kind.below)
+    if "groups" in sizes:
+        _groups(op, sizes)
     if "rotary_dim" in sizes:
         _table(op, sizes)
     if "cache" in given:
@@ -215,6 +269,13 @@ def _below(op: str, name: str, values: Any, limit: int) -> None:
     if not (low.item() >= 0 and high.item() < limit):
         at, wrong = next((i, v) for i, v in enumerate(values.tolist()) if not 0 <= v < limit)
         raise ValueError(f"{op}: {name} must be from 0 and below {limit}, but {name}[{at}] is {wrong}")
+
+
+def _groups(op: str, sizes: Mapping[str, int]) -> None:
+    """Checks what a row of packed matrices has against the K elements it stands for."""
+    for name, each in (("groups", GROUP), ("pairs", 2)):
+        if sizes.get(name, wanted := -(-sizes["K"] // each)) != wanted:
+            raise ValueError(f"{op}: {name} of a row of {sizes['K']} elements are {wanted}, not {sizes[name]}")
 
 
 def _table(op: str, sizes: Mapping[str, int]) -> None:

@@ -11,14 +11,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shipway.errors import ShipwayError
+from shipway.signature import WORDS
 
 LIMIT_S = 60.0
 """Seconds from saving a kernel to its line that ``--time-edit`` allows."""
 
 _POLL_S = 0.2
 _PACKAGE = Path(__file__).parent.parent
-_KERNEL_OF = {"linear_residual": "linear", "lm_head": "linear", "mlp": "gate_up_silu"}
-"""Ops whose kernel lies in another op's file."""
+_KERNEL_OF = {
+    "linear_residual": "linear",
+    "lm_head": "linear",
+    "mlp": "gate_up_silu",
+    **{
+        f"{op}_{word}": f"gpu/{kernel}"
+        for op, kernel in (("linear", "linear"), ("gate_up_silu", "gate_up_silu"), ("qkv_rope_append", "qkv"))
+        for word in WORDS
+    },
+}
+"""Ops whose kernel lies in another file than that of their name."""
 
 Snapshot = Mapping[Path, tuple[int, int]]
 

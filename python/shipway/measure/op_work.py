@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from shipway.measure.limits import BYTES
 from shipway.ops.attention_reference import visible
 from shipway.ops.data import sequences
 from shipway.ops.op import Inputs
+from shipway.ops.packed import plain
+from shipway.signature import MATRICES, WORDS, packed_arguments
 
 _HIDDEN, _INNER, _VOCAB = 576, 1536, 49152  # of the default model, as the heads below
 _HEADS = {"kv_heads": 3, "group": 3, "head_dim": 64}
@@ -28,7 +31,7 @@ def _rows(**dims: int) -> dict[str, dict[str, int]]:
     return {name: {**rows, **dims} for name, rows in _DECODE_AND_PREFILL.items()}
 
 
-SHAPES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+_SHAPES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "embedding": _rows(V=_VOCAB, K=_HIDDEN),
     "rms_norm": _rows(K=_HIDDEN),
     "rope": _rows(H=9, rotary_quarters=4, head_dim=64),
@@ -49,6 +52,7 @@ SHAPES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "greedy": {"decode": {"R": 1, "V": _VOCAB}},
     "sample": {"decode": {"R": 1, "V": _VOCAB, "top_k": 40, "padding": 0}},
 }
+SHAPES = {**_SHAPES, **{f"{op}_{word}": _SHAPES[op] for op in MATRICES for word in WORDS}}
 """Dims of each op by shape name: the default model's decode step (512 tokens of context) and its prefill of 128."""
 
 INDICES: Mapping[str, tuple[str, str]] = {"embedding": ("ids", "table")}
@@ -145,6 +149,19 @@ def _sample(
     return Work(4 * (read + 2 * len(logits)), 3 * read)
 
 
+def _packed(op: str, word: str, a: int, **given: np.ndarray) -> Work:
+    """The work of a plain op, with the bytes that its packed matrices have."""
+
+    def matrix(x: np.ndarray, stored: np.ndarray, *parts: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(np.float32(0), (len(stored), x.shape[1]))
+
+    arguments = plain(op, word, given, matrix)
+    work = _WORK[op](a, **arguments)
+    elements = sum(arguments[name].size for name in MATRICES[op])
+    stored = sum(given[part].nbytes for name in MATRICES[op] for part in packed_arguments(name, word))
+    return Work(work.bytes - a * elements + stored, work.flops)
+
+
 _WORK: Mapping[str, Callable[..., Work]] = {
     "embedding": _embedding,
     "rms_norm": _rms_norm,
@@ -159,6 +176,7 @@ _WORK: Mapping[str, Callable[..., Work]] = {
     "lm_head": _lm_head,
     "greedy": _greedy,
     "sample": _sample,
+    **{f"{op}_{word}": partial(_packed, op, word) for op in MATRICES for word in WORDS},
 }
 
 

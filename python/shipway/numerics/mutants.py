@@ -18,6 +18,8 @@ from shipway.numerics.campaign import Failure, Plan, properties, run_property, s
 from shipway.numerics.check import OpRunner
 from shipway.numerics.defects import Call, Wrap, attention, qkv, rms, rope, sample
 from shipway.ops.catalogue import OPS
+from shipway.ops.packed import dequantised
+from shipway.signature import MATRICES, SIGNATURES, WORDS
 
 ATTENTION = (
     "causal top-left",
@@ -122,7 +124,7 @@ def mutants() -> Iterator[Mutant]:
             yield Mutant(op, defect, _instead(make(defect)), plain=False)
     for defect in ("", *RMS):
         yield Mutant("rms_norm", defect, rms(defect))
-    for op, defect, wrap in _simple():
+    for op, defect, wrap in (*_simple(), *_packed()):
         yield Mutant(op, defect, wrap)
     yield Mutant("linear", "", lambda _: rows_apart, bitwise=True, plain=False)
     yield Mutant("linear", "a row alone summed in another order", lambda _: single_row_differs, bitwise=True)
@@ -180,6 +182,44 @@ def _simple() -> Iterator[tuple[str, str, Wrap]]:
     yield "embedding", "id off by one", on_arguments(lambda ids, table: ((ids + 1) % len(table), table))
     yield "embedding", "widened through f16", on_arguments(lambda ids, table: (ids, table.half().to(table.dtype)))
     yield "embedding", "tail of the row not written", on_result(unwritten_tail)
+
+
+def _packed() -> Iterator[tuple[str, str, Wrap]]:
+    """Defects of the ops with packed matrices: of their format, and what the plain op's checks do not see of theirs."""
+    for op in MATRICES:
+        for word in WORDS:
+            name = f"{op}_{word}"
+            yield name, "", on_result(lambda out: out)
+            yield name, "tail of K dropped", on_arguments(lambda x, *rest: (zero_tail(x, 1, 16), *rest))
+            yield name, "scale of the group before", on_parts(name, "_scales", lambda scales: scales.roll(1, 1))
+            yield name, "scale of the row before", on_parts(name, "_scales", lambda scales: scales.roll(1, 0))
+            if word == "int8":
+                yield name, "sign dropped", on_parts(name, "", lambda stored: stored.view(torch.uint8))
+            else:
+                yield name, "halves swapped", on_parts(name, "", lambda stored: stored << 4 | stored >> 4)
+                yield name, "zero point is always 8", on_parts(name, "_zeros", lambda zeros: torch.full_like(zeros, 8))
+                yield name, "half behind an odd row read", odd_half_read
+    extra = "one row too many written"
+    for word in WORDS:
+        yield f"linear_{word}", "NaN scale counts as 0", on_parts(f"linear_{word}", "_scales", torch.nan_to_num)
+        yield f"qkv_rope_append_{word}", extra, _instead(dequantised(OPS["qkv_rope_append"], word, qkv(extra)))
+    yield "linear_int4", "zero point is signed", on_parts("linear_int4", "_zeros", lambda zeros: zeros.view(torch.int8))
+
+
+def on_parts(op: str, part: str, change: Call) -> Wrap:
+    """Passes the scales or zero points, or with ``""`` the elements, of every packed matrix through ``change``."""
+    matrices = MATRICES[op.rpartition("_")[0]]
+    places = [list(SIGNATURES[op]).index(f"{matrix}{part}") for matrix in matrices]
+    return on_arguments(lambda *given: [change(a) if i in places else a for i, a in enumerate(given)])
+
+
+def odd_half_read(function: Call) -> Call:
+    """Adds what is in the high half of each row's last byte of the first matrix."""
+
+    def call(x: Any, stored: Any, *rest: Any) -> Any:
+        return function(x, stored, *rest) + 1e-2 * (stored[:, -1] >> 4).float().mean()
+
+    return call
 
 
 def on_arguments(change: Any) -> Wrap:

@@ -4,6 +4,7 @@ from shipway.ops import embedding, gate_up_silu, greedy, lm_head, mlp, qkv_rope_
 from shipway.ops.attention import ATTENTION_DECODE, ATTENTION_PREFILL
 from shipway.ops.linear import LINEAR, LINEAR_RESIDUAL
 from shipway.ops.op import Op
+from shipway.ops.packed import PACKED
 
 OPS: dict[str, Op] = {
     op.name: op
@@ -21,5 +22,6 @@ OPS: dict[str, Op] = {
         lm_head.OP,
         greedy.OP,
         sample.OP,
+        *PACKED,
     )
 }

@@ -51,6 +51,7 @@ def compiled_rows(
     op: str,
     known: Mapping[str, tuple[KnownFailure, ...]] | None = None,
     only: tuple[str, ...] = ("mojo", "max", "jax", "tvm"),
+    simulated: tuple[str, ...] = HALF,
 ) -> tuple[Implementation, ...]:
     """The compiled rows of an op; those of the simulated GPUs last, where it has GPU kernels.
 
@@ -58,6 +59,7 @@ def compiled_rows(
         op: Name of the op.
         known: Declared failures by row.
         only: The rows whose ``load_ops`` has the op.
+        simulated: Dtypes that its GPU kernels are compiled for.
     """
     known = known or {}
     compiled = (
@@ -66,8 +68,11 @@ def compiled_rows(
         _jax_row(op, known.get("jax", ())),
         _tvm_row(op, known.get("tvm", ())),
     )
-    simulated = [_simulated_row(op, target) for target in SIMULATED] if any(op in k.ops for k in KERNELS) else []
-    return (*(row for row in compiled if row.name in only), *simulated)
+    targets = SIMULATED if any(op in kernel.ops for kernel in KERNELS) else ()
+    return (
+        *(row for row in compiled if row.name in only),
+        *(_simulated_row(op, target, simulated) for target in targets),
+    )
 
 
 def _mojo_row(op: str) -> Implementation:
@@ -85,13 +90,13 @@ def _mojo_row(op: str) -> Implementation:
     )
 
 
-def _simulated_row(op: str, target: str) -> Implementation:
+def _simulated_row(op: str, target: str, dtypes: tuple[str, ...]) -> Implementation:
     """Our Mojo GPU kernels, compiled for a target and run by the simulator; each variant compiles as it is launched."""
     tf32 = any(variant.tf32 for kernel in KERNELS if op in kernel.ops for variant in kernel.every(target))
     return Implementation(
         f"mojo@{target}",
         lambda dtype, head_dim: _loaded("shipway.simt.rows", dtype, head_dim, target)[op],
-        (*HALF, "tf32") if tf32 else HALF,
+        (*dtypes, "tf32") if tf32 else dtypes,
         strided="refused",
         # A few rows take a GEMV, which sums by multiply-adds; matrix units add in an order that no vendor documents.
         bitwise=False,

@@ -6,7 +6,7 @@ One function per op of the catalogue, as in ``shipway.simt.row_ops``; the cache 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,14 +45,30 @@ def qkv_rope_append(
     """Projects x ``[T, K]``; returns q ``[T, heads, head_dim]`` and appends k and v to the cache in place."""
     biases, norms = (bias_q, bias_k, bias_v), (norm_q, norm_k)
     size = checked("qkv_rope_append", x.dtype, x, wq, wk, wv, *biases, *norms, eps, table, cache, offsets, start, layer)
-    head_dim, heads = size["D"], size["Nq"] // size["D"]
     projected = qkv(device, x, wq, wk, wv, tf32=tf32)
+    return rope_append(device, size, projected, biases, norms, eps, table, cache, offsets, start, layer)
 
-    out = unwritten(size["T"], heads, head_dim, dtype=x.dtype)
+
+def rope_append(
+    device: Device,
+    size: Mapping[str, int],
+    projected: Tensor,
+    biases: Sequence[Tensor | None],
+    norms: Sequence[Tensor | None],
+    eps: float,
+    table: Tensor,
+    cache: Tensor,
+    offsets: Tensor,
+    start: Tensor,
+    layer: int,
+) -> Tensor:
+    """What ``qkv_rope_append`` of these sizes does with its projections ``[T, Nq + 2 Nk]`` float32."""
+    head_dim, heads = size["D"], size["Nq"] // size["D"]
+    out = unwritten(size["T"], heads, head_dim, dtype=cache.dtype)
     absent, no_pages = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     device.launch(
         "rope_append",
-        (DTYPES[x.dtype], CONTIGUOUS),
+        (DTYPES[cache.dtype], CONTIGUOUS),
         GRID,
         [
             out,
@@ -74,8 +90,8 @@ def qkv_rope_append(
             layer,
             size["capacity"],
             *NO_PAGES,
-            int(bias_q is not None),
-            int(norm_q is not None),
+            int(biases[0] is not None),
+            int(norms[0] is not None),
         ],
     )
     return out

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from shipway.simt import attention_ops, matrix_ops, row_ops
+from shipway.signature import MATRICES
+from shipway.simt import attention_ops, matrix_ops, packed_ops, row_ops
 from shipway.simt.device import Device
 
 _ACTS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -37,4 +38,9 @@ def load_ops(dtype: str, head_dim: int, target: str) -> dict[str, Callable[..., 
     }
     if dtype == "tf32":
         return {name: partial(function, tf32=True) for name, function in functions.items() if name in _WITH_PRODUCTS}
-    return {**functions, "rms_norm": partial(row_ops.rms_norm, device, act=_ACTS[dtype])}
+    packed = {
+        f"{name}_{word}": partial(getattr(packed_ops, name), device, word)
+        for name in MATRICES
+        for word in packed_ops.STORED
+    }
+    return {**functions, **packed, "rms_norm": partial(row_ops.rms_norm, device, act=_ACTS[dtype])}

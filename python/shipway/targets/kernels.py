@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shipway.errors import ShipwayError
+from shipway.signature import WORDS
 
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "int8": "int8", "uint8": "uint8"}
 _TF32 = "tf32"  # float32 that a kernel multiplies as tf32: its parameters `t` and `tf32`
@@ -110,6 +111,12 @@ _CACHES = (
 )
 _FLAGS = (("0", "0"), ("1", "0"), ("0", "1"))  # residual, gather
 
+
+def _packed(op: str) -> tuple[str, ...]:
+    """The ops of that name with packed matrices."""
+    return tuple(f"{op}_{word}" for word in WORDS)
+
+
 KERNELS: tuple[DeviceKernel, ...] = (
     DeviceKernel(
         "linear_gemm",
@@ -133,7 +140,7 @@ KERNELS: tuple[DeviceKernel, ...] = (
         "kernels.gpu.linear",
         ("w", "t", "BATCH", "residual: Bool", "gather: Bool"),
         tuple((*shape, *flags) for shape in _GEMV for flags in _FLAGS),
-        ("linear", "linear_residual", "mlp", "lm_head"),
+        ("linear", "linear_residual", "mlp", "lm_head", *_packed("linear")),
         matrix=False,
     ),
     DeviceKernel(
@@ -158,7 +165,7 @@ KERNELS: tuple[DeviceKernel, ...] = (
         "kernels.gpu.gate_up_silu",
         ("w", "t", "BATCH"),
         _GEMV,
-        ("gate_up_silu", "mlp"),
+        ("gate_up_silu", "mlp", *_packed("gate_up_silu")),
         matrix=False,
     ),
     DeviceKernel(
@@ -184,7 +191,7 @@ KERNELS: tuple[DeviceKernel, ...] = (
         ("w", "t", "BATCH"),
         # int4's nine pointers and the offsets of several rows of x are more than CDNA's scalar registers hold.
         tuple(shape for shape in _GEMV if shape != ("uint8", "bf16", "4")),
-        ("qkv_rope_append",),
+        ("qkv_rope_append", *_packed("qkv_rope_append")),
         matrix=False,
     ),
     DeviceKernel(
@@ -192,7 +199,7 @@ KERNELS: tuple[DeviceKernel, ...] = (
         "kernels.gpu.rope_append",
         ("t", "paged: Bool"),
         tuple((act, paged) for act in _ACTS for paged in ("0", "1")),
-        ("qkv_rope_append",),
+        ("qkv_rope_append", *_packed("qkv_rope_append")),
         matrix=False,
     ),
     DeviceKernel(
