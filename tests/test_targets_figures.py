@@ -154,7 +154,7 @@ def test_linked_kernel_that_is_none_is_one_line(text: bytes, tmp_path: Path) -> 
         figures(ARCHS["sm_80"], tmp_path / "a.s", tmp_path / "a.o")
 
 
-GOOD = Figures({"mma.sync": 4}, 100, 0, 1024, 0, 0, 0, 5000, {4: 2, 16: 3})
+GOOD = Figures({"mma.sync": 2, "wgmma": 2}, 100, 0, 1024, 0, 0, 0, 5000, {4: 2, 16: 3})
 
 
 @pytest.fixture
@@ -183,6 +183,7 @@ def found(budgets: str, tmp_path: Path, needs: Figures | None = GOOD, target: st
         ("shared = 1024", {"shared": 1025}, "shared 1025, at most 1024"),
         ("code_bytes = 5000", {"code_bytes": 5001}, "code_bytes 5001, at most 5000"),
         ("matrix = 4", {"matrix": {"mma.sync": 3}}, "matrix 3, at least 4"),
+        ("wgmma = 2", {"matrix": {"mma.sync": 4}}, "wgmma 0, at least 2"),
         ("loads16 = 3", {"loads": {8: 9, 16: 2}}, "loads16 2, at least 3"),
         ("occupancy = 0.25", {"registers": 129}, "occupancy 0.1875, at least 0.25"),
         ("spills = 0", {"matrix": {}}, "no matrix instructions"),
