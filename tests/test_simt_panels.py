@@ -35,7 +35,7 @@ class Form(NamedTuple):
         return float((out - a.double() @ b.double().T).abs().max())
 
 
-SIZES = ((96, 128, 64), (128, 80, 64), (48, 64, 32))
+SIZES = ((96, 128, 64), (128, 80, 64), (48, 64, 32), (80, 48, 16))
 FORMS = [
     Form(dtype, *size, *order)
     for dtype, size, order in itertools.product(

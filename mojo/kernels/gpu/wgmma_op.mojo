@@ -84,6 +84,14 @@ struct Operand[t: DType, by_k: Bool](TrivialRegisterPassable):
     var descriptor: WGMMADescriptor[Self.t]
 
 
+def _swizzle(columns: Int) -> TensorMapSwizzle:
+    if columns == 64:
+        return TensorMapSwizzle.SWIZZLE_128B
+    if columns == 32:
+        return TensorMapSwizzle.SWIZZLE_64B
+    return TensorMapSwizzle.SWIZZLE_32B
+
+
 struct Panel[t: DType, COLUMNS: Int]:
     """Rows of `COLUMNS` elements in shared memory, swizzled.
 
@@ -94,8 +102,8 @@ struct Panel[t: DType, COLUMNS: Int]:
 
     Parameters:
         t: Dtype, bfloat16 or float16.
-        COLUMNS: Elements of a row, 64 (swizzle of 128 bytes) or 32 (of 64).
-            Wider matrices are panels one after another.
+        COLUMNS: Elements of a row: 64 (swizzle of 128 bytes), 32 or 16. Wider
+            matrices are panels one after another.
     """
 
     comptime CHUNKS = Self.COLUMNS // CHUNK
@@ -105,14 +113,15 @@ struct Panel[t: DType, COLUMNS: Int]:
     comptime EIGHT_ROWS = 8 * Self.COLUMNS * 2
     comptime ALIGNMENT = Self.EIGHT_ROWS
     """Bytes: swizzling goes by the address."""
-    comptime SWIZZLE = TensorMapSwizzle.SWIZZLE_128B if Self.COLUMNS == 64 else TensorMapSwizzle.SWIZZLE_64B
+    comptime SWIZZLE = _swizzle(Self.COLUMNS)
 
     @staticmethod
     @always_inline
     def at(row: Int, chunk: Int) -> Int:
         """Elements from the panel's start to a chunk of a row."""
-        var lines = row & 7 if Self.COLUMNS == 64 else (row >> 1) & 3
-        return row * Self.COLUMNS + (chunk ^ lines) * CHUNK
+        # A line is 128 bytes, all banks once.
+        var line = (row * Self.CHUNKS) >> 3
+        return row * Self.COLUMNS + (chunk ^ (line & Self.CHUNKS - 1)) * CHUNK
 
     @staticmethod
     @always_inline
