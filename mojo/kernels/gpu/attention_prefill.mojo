@@ -4,35 +4,36 @@ A block attends a tile of query rows of one head, each warp 16 of them (or
 16 rows and a part of the columns, where head_dim is large). While scores are
 computed the values are under way, and while values are summed the next keys.
 """
-from std.math import ceildiv, exp2
+from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
-from std.utils.numerics import isfinite, neg_inf
 from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
-    WARP_SIZE,
     AddressSpace,
     barrier,
-    block_idx,
-    grid_dim,
     lane_id,
     thread_idx,
     warp_id,
 )
-from kernels.attention_decode import first_key
 from kernels.gpu.attention_decode import LOG2E
-from kernels.gpu.block import THREADS, WARPS, quotient, size, threads_metadata
-from kernels.gpu.reduce import lanes_max
-from kernels.gpu.product_rows import rows_max, rows_sum
-from kernels.gpu.staging import (
-    RowOffsets,
-    Staged,
-    arrive,
-    chunk,
-    commit,
+from kernels.gpu.attention_queries import (
+    QueryTile,
+    each_query_tile,
+    load_queries,
+    write_outputs,
 )
+from kernels.gpu.attention_rows import RowSoftmax
+from kernels.gpu.attention_step import (
+    PaddedRows,
+    SeenKeys,
+    add_odd,
+    any_odd,
+    clean_values,
+)
+from kernels.gpu.block import THREADS, WARPS, quotient, size, threads_metadata
+from kernels.gpu.product_rows import rows_sum
+from kernels.gpu.staging import Staged, arrive, commit
 from kernels.gpu.tile_op import (
-    F32,
     TILE,
     Accumulator,
     Shared,
@@ -107,25 +108,6 @@ def tiling[t: DType](head_dim: Int) -> Tiling:
 
 
 @fieldwise_init
-struct RunRows(RowOffsets):
-    """Rows of one KV head within a run of the cache, counted from a step's
-    first.
-
-    A row before `low` is hidden from the whole tile and stands for row `low`,
-    so that it is not read. Within a run in 32 bits: registers are short.
-    """
-
-    var low: UInt32
-    var offset: Int
-    """Of row 0."""
-    var stride: UInt32
-
-    @always_inline
-    def at(self, row: Int) -> Int:
-        return self.offset + Int(max(UInt32(row), self.low) * self.stride)
-
-
-@fieldwise_init
 struct Scratch[t: DType](TrivialRegisterPassable):
     """Shared memory of a block."""
 
@@ -133,145 +115,6 @@ struct Scratch[t: DType](TrivialRegisterPassable):
     """`[tiling.elements]`."""
     var odd: Shared[DType.int32]
     """`[THREADS]`: keys with values that are not finite."""
-
-
-@fieldwise_init
-struct Mask(TrivialRegisterPassable):
-    """What a lane's rows see of a step's keys.
-
-    In 32 bits and relative to the lane's first element: registers are short.
-    """
-
-    var position: Int32
-    """Of the first element's row, counted from the step's first key."""
-    var column: Int32
-    """Of the first element, which is its key in a product of scores."""
-    var reach: UInt32
-    """Keys that a row sees, its own included, 2^31 for all."""
-
-    @always_inline
-    def sees_key[i: Int](self, key: Int) -> Bool:
-        """Whether the row of element i sees a key of the step."""
-        var distance = self.position + Int32(c_row[i](0) - key)
-        return UInt32(distance) < self.reach  # negative ones are large
-
-    @always_inline
-    def sees_own[i: Int](self, tile: Int) -> Bool:
-        """Whether the row of element i sees the key of its column in one of the
-        step's tiles of 16 keys."""
-        comptime KEY = c_col[i](0)
-        return Self(self.position - self.column, 0, self.reach).sees_key[i](
-            tile * TILE + KEY
-        )
-
-
-@always_inline
-def _clean_values[
-    t: DType, //, D: Int, KEYS: Int
-](values: Shared[t], odd: Shared[DType.int32], thread: Int):
-    """Zeroes values that are not finite, and flags their keys.
-
-    Where some rows see a key and others do not, a weight of 0 would still make
-    NaN of them.
-
-    Args:
-        values: `[KEYS, D]`, rows `row_stride` apart.
-        odd: `[THREADS]`, written: the thread's finds in key thread % KEYS.
-        thread: Number of the thread in its block.
-    """
-    comptime V = chunk[t]()
-    comptime LD = row_stride[t](D)
-    comptime PER_KEY = THREADS() // KEYS
-    var row = values.unsafe_offset(thread % KEYS * LD)
-    var found = False
-    for c in range(thread // KEYS * V, D, PER_KEY * V):
-        var v = row.unsafe_offset(c).unsafe_load[width=V, alignment=16]()
-        var fine = isfinite(v)
-        if not fine.reduce_and():
-            row.unsafe_offset(c).unsafe_store[alignment=16](
-                fine.select(v, SIMD[t, V](0))
-            )
-            found = True
-    odd[unsafe_offset=thread] = Int32(found)
-
-
-@always_inline
-def _any(odd: Shared[DType.int32], lane: Int) -> Bool:
-    """Whether any thread found something, for every lane."""
-    var found = Int32(0)
-    comptime for w in range(WARPS):
-        found |= odd[unsafe_offset=w * WARP_SIZE + lane]
-    return lanes_max[WARP_SIZE](Float32(found)) > 0
-
-
-@always_inline
-def _add_odd[
-    t: DType, N: Int, //, D: Int
-](
-    mut sums: Array[Accumulator, N],
-    value: Pointer[Scalar[t], _],
-    key: Int,
-    mask: Mask,
-    own_column: Int,
-    lane: Int,
-):
-    """Adds what `_clean_values` took away of one key, where rows see it.
-
-    Args:
-        sums: Products of the warp, 16 columns each.
-        value: `[D]` of the key.
-        key: Number of the key in its step.
-        mask: What rows see.
-        own_column: The warp's first 16 columns.
-        lane: Number of the thread in its warp.
-    """
-    comptime for c in range(N):
-        comptime for e in range(accumulator_size()):
-            var d = (own_column + c) * TILE + c_col[e](lane)
-            if mask.sees_key[e](key):
-                var v = value[unsafe_offset=d].cast[F32]()
-                if not isfinite(v):
-                    sums[c][e] += v
-
-
-@fieldwise_init
-struct Rows(TrivialRegisterPassable):
-    """Softmax of a lane's rows over the keys so far."""
-
-    var top: Accumulator
-    """Maximum of each element's row."""
-    var total: Accumulator
-    """Sum of the weights of each element's columns."""
-
-    @staticmethod
-    @always_inline
-    def none() -> Self:
-        return {Accumulator(neg_inf[F32]()), Accumulator(0)}
-
-    @always_inline
-    def weigh[
-        N: Int, //, t: DType
-    ](mut self, mut scores: Array[Accumulator, N]) -> Accumulator:
-        """Turns scores, in units of log2, into weights that t holds, so that
-        what is summed is what values are weighted by.
-
-        Returns:
-            The factor of what was summed before.
-        """
-        var top = self.top
-        comptime for j in range(N):
-            top = max(top, scores[j])
-        top = rows_max(top)
-        # While every score is minus infinity, score - top would be NaN.
-        var none = top.eq(Accumulator(neg_inf[F32]()))
-        var shift = none.select(Accumulator(0), top)
-        var before = exp2(self.top - shift)
-        self.top = top
-        self.total *= before
-        comptime for j in range(N):
-            scores[j] = exp2(scores[j] - shift).cast[t]().cast[F32]()
-            self.total += scores[j]
-        return before
 
 
 @always_inline
@@ -326,6 +169,7 @@ def attention_prefill_tile[
     comptime LP = row_stride[t](TILE)
     comptime COLUMNS = ceildiv(D // TILE, WARPS // T.row_warps)
     comptime Keys = Staged[t, KEYS, D, True]
+    comptime Layout = PaddedRows[t, D]
     var lane = Int(lane_id())
     var warp = Int(warp_id())
     var own_row = warp % T.row_warps * TILE
@@ -340,41 +184,25 @@ def attention_prefill_tile[
     var sv = sk.unsafe_offset(0 if T.one_buffer else T.buffer[t](D))
     var sp = sv.unsafe_offset(T.buffer[t](D) + warp * TILE * LP)
 
-    # In 32 bits: scalar registers are short on AMD.
-    var low = Int32(first_key(start, window))
-    var high = Int32(start) + min(Int32(T.rows()), Int32(rows))
-    var stride = UInt32(at.row_stride())
+    var here = min(Int32(T.rows()), Int32(rows))
+    var seen = SeenKeys.of(start, here, window, at.row_stride())
 
     @always_inline
     def begin(value: Int, base: Int32, to: Shared[t]) {imm} -> Keys.Held:
-        """Begins to copy a step's keys or values; none from `high` on."""
-        var there = size(min(base, high - 1))
-        var first = at.offset(b, layer, value, there, kv_head)
-        var run = RunRows(UInt32(max(low - base, 0)), first, stride)
-        var count = size(max(high - base, 0))
+        """Begins to copy a step's keys or values, zeros where none is seen."""
+        var run = seen.rows(at, b, layer, value, base, kv_head)
+        var count = seen.count(base)
         return Keys.start(cache, run, 0, count, 0, D, to, thread)
 
-    comptime V = chunk[t]()
-    comptime PER_ROW = UInt32(D // V)
-    comptime PIECES = UInt32(T.rows()) * PER_ROW
-    var from_row = UInt32(heads * D)
-    for piece in range(UInt32(thread), PIECES, UInt32(THREADS())):
-        var row = piece // PER_ROW
-        var c = Int(piece % PER_ROW * UInt32(V))
-        var query = SIMD[t, V](0)
-        if row < UInt32(rows):
-            query = q.unsafe_offset(Int(row * from_row) + c).unsafe_load[
-                width=V, alignment=16
-            ]()
-        sq.unsafe_offset(Int(row) * LD + c).unsafe_store[alignment=16](0, query)
-    var base = Int32(UInt32(low) // UInt32(KEYS) * UInt32(KEYS))
-    if base < high:
+    load_queries[Layout, T.rows(), D](q, sq, rows, heads * D, thread)
+    var base = seen.first_step[KEYS]()
+    if base < seen.high:
         Keys.finish(begin(0, base, sk), sk, thread)
     commit()
 
-    var softmax = Rows.none()
+    var softmax = RowSoftmax.none()
     var sums = Array[Accumulator, COLUMNS](fill=Accumulator(0))
-    while base < high:
+    while base < seen.high:
         arrive()
         var values = Keys.Held(uninitialized=True)
         comptime if not T.one_buffer:
@@ -386,22 +214,17 @@ def attention_prefill_tile[
             mma16_each[LD, False](
                 scores, a, sk.unsafe_offset(k * TILE), TILE * LD, lane
             )
-        var mask = Mask(
-            Int32(start) - base + Int32(own_row + c_row[0](lane)),
-            Int32(c_col[0](lane)),
-            UInt32(1) << 31 if window == 0 else UInt32(window),
-        )
+        var mask = seen.mask(base, own_row + c_row[0](lane), c_col[0](lane))
         # Only where the diagonal or the window's edge crosses the step do some
-        # rows see a key that others do not.
+        # rows see a key that others do not. In place: as a function it would
+        # cost scalar registers of CDNA.
         var edge = base + Int32(KEYS - 1) > Int32(start) or (
-            window != 0 and base < high - Int32(window)
+            window != 0 and base < seen.high - Int32(window)
         )
         comptime for j in range(KEYS // TILE):
             scores[j] *= scale
-            if edge:
-                comptime for i in range(accumulator_size()):
-                    if not mask.sees_own[i](j):
-                        scores[j][i] = neg_inf[F32]()
+        if edge:
+            mask.hide(scores)
         var before = softmax.weigh[t](scores)
         comptime for c in range(COLUMNS):
             sums[c] *= before
@@ -417,22 +240,19 @@ def attention_prefill_tile[
             next = begin(0, base + Int32(KEYS), sk)
             commit()
         if edge:
-            _clean_values[D, KEYS](sv, scratch.odd, thread)
+            clean_values[Layout, D, KEYS](sv, scratch.odd, thread)
             barrier()
-            if _any(scratch.odd, lane):
+            if any_odd(scratch.odd, lane):
                 var first = at.offset(b, layer, 1, size(base), kv_head)
-                for i in range(THREADS()):
-                    if scratch.odd[unsafe_offset=i] != 0:
-                        _add_odd[D](
-                            sums,
-                            cache.unsafe_offset(
-                                first + Int(UInt32(i % KEYS) * stride)
-                            ),
-                            i % KEYS,
-                            mask,
-                            own_column,
-                            lane,
-                        )
+                add_odd[KEYS](
+                    sums,
+                    cache.unsafe_offset(first),
+                    seen.stride,
+                    scratch.odd,
+                    mask,
+                    own_column,
+                    lane,
+                )
         comptime for j in range(KEYS // TILE):
             var a = product_as_a[LP](scores[j], sp, lane)
             mma16_each[LD, True](
@@ -459,18 +279,7 @@ def attention_prefill_tile[
                 var y = sums[c][e] / total[e]
                 own[unsafe_offset=c_at[e, LD](lane) + c * TILE] = y.cast[t]()
     barrier()
-    for piece in range(UInt32(thread), PIECES, UInt32(THREADS())):
-        var row = piece // PER_ROW
-        var c = Int(piece % PER_ROW * UInt32(V))
-        if row < UInt32(rows):
-            var y = sq.unsafe_offset(Int(row) * LD + c).unsafe_load[
-                width=V, alignment=16
-            ]()
-            if Int32(start) + Int32(row) < 0:
-                y = 0
-            dst.unsafe_offset(Int(row * from_row) + c).unsafe_store[
-                alignment=16
-            ](0, y)
+    write_outputs[Layout, T.rows(), D](dst, sq, rows, heads * D, start, thread)
     barrier()
 
 
@@ -528,7 +337,7 @@ def attention_prefill[
     """
     comptime assert D % TILE == 0 and D <= 256
     comptime T = tiling[t](D)
-    var tiles = unsafe_stack_allocation[
+    var memory = unsafe_stack_allocation[
         T.elements[t](D),
         Scalar[t],
         alignment=16,
@@ -542,50 +351,31 @@ def attention_prefill[
     )
 
     @always_inline
-    def attend[C: KVCache](at: C) {imm}:
-        # What lives as long as the loop in 32 bits: scalar registers are short
-        # on AMD.
-        var step = Int32(grid_dim.x)
-        var b = Int32(0)
-        var before = Int32(0)  # tiles of the sequences before b
-        var tile = Int32(block_idx.x)
-        while b < batch:
-            var row = offsets[unsafe_offset=size(b)]
-            var rows = offsets[unsafe_offset=size(b) + 1] - row
-            var blocks = ceildiv(UInt32(rows), UInt32(T.rows()))
-            if rows < shortest:
-                blocks = 0
-            var count = Int32(blocks) * heads
-            if tile >= before + count:
-                before += count
-                b += 1
-                continue
-            # The last rows, which see most keys, first.
-            var local = size(tile - before)
-            var block = quotient(local, size(heads))
-            var head = local - block * size(heads)
-            var row0 = (Int32(blocks) - 1 - Int32(block)) * Int32(T.rows())
-            var base = (size(row + row0) * size(heads) + head) * D
+    def attend_all[C: KVCache](at: C) {imm}:
+        @always_inline
+        def attend(tile: QueryTile) {imm}:
+            var base = (size(tile.first) * size(heads) + tile.head) * D
             attention_prefill_tile[D](
                 dst.unsafe_offset(base),
                 q.unsafe_offset(base),
                 cache,
                 at,
-                size(b),
+                tile.b,
                 size(layer),
                 size(heads),
                 # As head // (heads // kv_heads), by a divisor that is there.
-                quotient(head * size(kv_heads), size(heads)),
-                size(rows - row0),
-                Int(start[unsafe_offset=size(b)] + row0),
+                quotient(tile.head * size(kv_heads), size(heads)),
+                size(tile.rows),
+                Int(start[unsafe_offset=tile.b] + tile.row),
                 size(window),
                 scale * LOG2E,
-                Scratch(tiles, odd),
+                Scratch(memory, odd),
                 Int(thread_idx.x),
             )
-            tile += step
+
+        each_query_tile[T.rows()](offsets, batch, heads, shortest, attend)
 
     comptime if paged:
-        attend(PagedCache(shape, size(page_size), Int(page_stride), lookup))
+        attend_all(PagedCache(shape, size(page_size), Int(page_stride), lookup))
     else:
-        attend(ContiguousCache(shape))
+        attend_all(ContiguousCache(shape))
