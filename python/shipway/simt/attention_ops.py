@@ -14,6 +14,7 @@ from torch import Tensor
 from shipway.simt.device import Device
 from shipway.simt.matrix_ops import qkv
 from shipway.simt.row_ops import DTYPES, GRID, checked, unwritten
+from shipway.targets.kernels import HOPPER
 
 SPLIT = 128
 """Keys of a split in ``attention_decode.mojo``: its scratch is sized by them."""
@@ -103,8 +104,9 @@ def attention_prefill(
     """Causal attention of q ``[T, heads, head_dim]`` over the cache -> the same shape."""
     size = checked("attention_prefill", q.dtype, q, cache, offsets, start, layer, scale, window)
     out = unwritten(*q.shape, dtype=q.dtype)
+    by_wgmma = device.arch in HOPPER and q.dtype != torch.float32
     device.launch(
-        "attention_prefill",
+        "attention_prefill_wgmma" if by_wgmma else "attention_prefill",
         (DTYPES[q.dtype], str(size["D"]), CONTIGUOUS),
         GRID,
         [out, q, cache, *_batch(size, offsets, start, layer), float(scale), window, SHORTEST],

@@ -211,6 +211,15 @@ KERNELS: tuple[DeviceKernel, ...] = (
         matrix=True,
     ),
     DeviceKernel(
+        "attention_prefill_wgmma",
+        "kernels.gpu.attention_prefill_wgmma",
+        ("t", "D", "paged: Bool"),
+        tuple(cache for cache in _CACHES if cache[0] in _MATRIX_DTYPES),
+        ("attention_prefill",),
+        matrix=True,
+        targets=HOPPER,
+    ),
+    DeviceKernel(
         "attention_decode",
         "kernels.gpu.attention_decode",
         ("t", "D", "paged: Bool", "ROWS"),

@@ -1,5 +1,6 @@
 """Ops `attention` and `attention_paged` on GPUs: sequences of one new token by
-`attention_decode` and `attention_combine`, longer ones by `attention_prefill`."""
+`attention_decode` and `attention_combine`, longer ones by `attention_prefill`,
+on Hopper by `attention_prefill_wgmma`."""
 from std.math import ceildiv
 from max.gpu.host import DeviceContext
 import extensibility
@@ -14,11 +15,12 @@ from kernels.gpu.attention_decode import (
     partial_size,
 )
 from kernels.gpu.attention_prefill import attention_prefill
+from kernels.gpu.attention_prefill_wgmma import attention_prefill_wgmma
 from kernels.gpu.tile_op import F32
 from kernels.kv_cache import CacheShape
 from kernels.register.attention import check_attention
 from kernels.register.gpu.kv_cache import DeviceCache, contiguous, paged
-from kernels.register.gpu.launch import THREADS, blocks
+from kernels.register.gpu.launch import THREADS, blocks, by_wgmma
 
 comptime QUERIES = 64
 """Rows of a query tile, to count blocks: the kernel walks whatever there is."""
@@ -167,7 +169,12 @@ def launch_attention[
             block_dim=THREADS,
         )
     if tokens > 1:
-        ctx.enqueue_function[attention_prefill[t, D, is_paged]](
+        comptime prefill = (
+            attention_prefill_wgmma[t, D, is_paged] if by_wgmma[t]() else (
+                attention_prefill[t, D, is_paged]
+            )
+        )
+        ctx.enqueue_function[prefill](
             dst,
             q,
             cache,

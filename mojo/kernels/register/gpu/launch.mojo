@@ -25,8 +25,8 @@ comptime TALL_TILE = 64
 
 @always_inline
 def by_wgmma[t: DType]() -> Bool:
-    """Whether a GEMM above `SHORT_ROWS` is Hopper's own, of tiles of as many
-    rows."""
+    """Whether a GEMM above `SHORT_ROWS` and attention over a prompt are
+    Hopper's own, of tiles of as many rows."""
     return DEVICE.arch_name == "hopper" and t.is_half_float()
 
 
