@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shipway.numerics.dtypes import DTYPES
 from shipway.ops.attention_reference import reference, visible, written
 from shipway.ops.data import sequences
 from shipway.ops.op import Case, Inputs, Output, Property, Runner
@@ -17,7 +18,7 @@ def _within_values(run: Runner, case: Case) -> str:
     inputs = run.inputs(case)
     out = run(inputs)["out"]
     heads, kv_heads = out.shape[1], inputs["cache"].shape[4]
-    slack = {"f32": 1e-5, "bf16": 2.0**-7}[run.dtype]
+    slack = {"f32": 1e-5, "bf16": 2.0**-7, "f16": 2.0**-10}[run.dtype]
     for b, new, _, _, values in written(inputs):
         if not len(values) or new.start == new.stop:
             continue
@@ -185,7 +186,7 @@ def _doubled_values(run: Runner, case: Case) -> str:
     for *_, values in written(inputs):
         values *= 2
     twice = run(inputs)["out"]
-    normal = np.abs(once) > 2.0**-100
+    normal = np.abs(once) > max(2.0**-100, 2.0 ** DTYPES[run.dtype].min_exponent)
     return "" if np.array_equal(twice[normal], 2 * once[normal]) else "doubling v does not double the output"
 
 
