@@ -26,6 +26,7 @@ DECODE = torch.arange(BATCH + 1), torch.tensor([127, 128, 400])  # the last key 
 PAGED = {
     "rope_append": (1, (1, 2, 22, 23)),
     "attention_prefill": (2, (2, 3, 12, 13)),
+    "attention_prefill_wgmma": (2, (2, 3, 12, 13)),
     "attention_decode": (2, (2, 3, 12, 13)),
 }
 """Place of the parameter `paged`, and of the arguments cache, lookup, page_size and page_stride."""
@@ -52,6 +53,10 @@ class Pages:
                 part = cache[b, :, :, i * page_size : (i + 1) * page_size]
                 storage[at, :page] = part.transpose(0, 1).reshape(-1)
         return cls(device, page_size, lookup.to(torch.uint32), storage)
+
+    @property
+    def arch(self) -> str:
+        return self.device.arch
 
     def launch(self, kernel: str, parameters: tuple[str, ...], grid: int, arguments: Sequence[Any]) -> None:
         values, given = list(parameters), list(arguments)

@@ -18,7 +18,7 @@ from shipway.ops.linear import product
 from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import repeatable
 from shipway.ops.rms_norm import rms_norm
-from shipway.ops.rope import rotate, rotated_magnitude, table_of
+from shipway.ops.rope import only_turned, rotate, rotated_magnitude, same_scores, table_of
 
 
 def project(
@@ -200,14 +200,7 @@ def _norm_preserved(run: Runner, case: Case) -> str:
     still[:, : still.shape[1] // 2] = 1
     turned, plain = run(inputs)["q"].astype(np.float64), run({**inputs, "table": still})["q"].astype(np.float64)
     half = still.shape[1] // 2
-    slack = {"f32": 1e-5, "tf32": 1e-5, "bf16": 2.0**-6}[run.dtype]
-    before, after = (np.hypot(q[..., :half], q[..., half : 2 * half]) for q in (plain, turned))
-    if not np.allclose(after, before, rtol=slack, atol=1e-36):
-        return "a rotated pair changed its length"
-    rest = slice(2 * half, None)
-    return (
-        "" if np.array_equal(turned[..., rest], plain[..., rest]) else "RoPE changed what partial rotary leaves alone"
-    )
+    return only_turned(plain, turned, half, run.dtype)
 
 
 def _distance_only(run: Runner, case: Case) -> str:
@@ -218,16 +211,13 @@ def _distance_only(run: Runner, case: Case) -> str:
     # A slow and exactly periodic table: float32 cosines of large angles would hide the fact under their rounding.
     table = table_of(tokens + shift, inputs["table"].shape[1], 1e4)
     cache = np.full((1, 1, 2, tokens + shift, kv_heads, head_dim), np.nan, np.float32)
-    scores = []
+    heads = []
     for first in (0, shift):
         out = run({**inputs, "table": table, "cache": cache, "layer": 0, "start": np.array([first], np.int32)})
         keys = out["cache"][0, 0, 0, first : first + tokens].astype(np.float64)
         q = out["q"].astype(np.float64)[:, :: out["q"].shape[1] // kv_heads]
-        scores.append(np.einsum("qhd,khd->hqk", q, keys))
-        sizes = np.einsum("qhd,khd->hqk", np.abs(q), np.abs(keys))
-    slack = {"f32": 2e-5, "tf32": 2e-5, "bf16": 2.0**-6}[run.dtype]
-    far = np.abs(scores[0] - scores[1]) > slack * sizes.max(initial=0) + 1e-36
-    return f"scores change with the position, at {tuple(np.argwhere(far)[0])}" if far.any() else ""
+        heads.append((q, keys))
+    return same_scores(heads, run.dtype)
 
 
 def _zero_bias(run: Runner, case: Case) -> str:

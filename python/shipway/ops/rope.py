@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shipway.numerics.dtypes import DTYPES
 from shipway.ops.data import fill
 from shipway.ops.implementations import compiled_rows, rows, torch_row
 from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
@@ -84,17 +85,42 @@ def _position_zero(run: Runner, case: Case) -> str:
     return run.against(inputs, {"out": Output(inputs["x"].astype(np.float64), "exact")})
 
 
+def only_turned(before: np.ndarray, after: np.ndarray, half: int, dtype: str) -> str:
+    """Says what a rotation of pairs (i, i + half) does not do, of heads ``[..., head_dim]`` float64.
+
+    Pairs keep their length, but for four roundings to ``dtype``, and what lies behind them keeps its bits.
+    """
+    lengths = (np.hypot(y[..., :half], y[..., half : 2 * half]) for y in (after, before))
+    slack, underflow = _slack(dtype)
+    if not np.allclose(*lengths, rtol=slack, atol=underflow):
+        return "a rotated pair changed its length"
+    same = np.array_equal(after[..., 2 * half :], before[..., 2 * half :])
+    return "" if same else "RoPE changed what partial rotary leaves alone"
+
+
+def same_scores(heads: list[tuple[np.ndarray, np.ndarray]], dtype: str) -> str:
+    """Says where two pairs of queries and keys, ``[tokens, heads, head_dim]`` float64, have other scores."""
+    slack, underflow = _slack(dtype)
+    scores = [np.einsum("qhd,khd->hqk", q, k) for q, k in heads]
+    q, k = (np.abs(y) for y in heads[-1])
+    size = np.einsum("qhd,khd->hqk", q, k).max(initial=0)
+    lost = underflow * sum(y.sum(2).max(initial=0) for y in (q, k))
+    far = np.abs(scores[0] - scores[1]) > slack * size + lost + 1e-36
+    return f"scores change with the position, at {tuple(np.argwhere(far)[0])}" if far.any() else ""
+
+
+def _slack(dtype: str) -> tuple[float, float]:
+    """Relative and absolute error of a few roundings to ``dtype``; f32 has more of them, in the table and the sums."""
+    underflow = max(1e-36, 2 * DTYPES[dtype].underflow)
+    return (2e-5 if dtype in ("f32", "tf32") else 4 * DTYPES[dtype].unit_roundoff), underflow
+
+
 def _norm_preserved(run: Runner, case: Case) -> str:
     # A rotation: pairs (i, i + rotary/2) keep their length, and what partial rotary leaves alone keeps its bits.
     inputs = run.inputs(case)
     out, x = run(inputs)["out"].astype(np.float64), inputs["x"].astype(np.float64)
     half = inputs["table"].shape[1] // 2
-    slack = {"f32": 1e-5, "bf16": 2.0**-6, "f16": 2.0**-9}[run.dtype]
-    before, after = (np.hypot(y[..., :half], y[..., half : 2 * half]) for y in (x, out))
-    if not np.allclose(after, before, rtol=slack, atol=1e-36):
-        return "a rotated pair changed its length"
-    same = np.array_equal(out[..., 2 * half :], x[..., 2 * half :])
-    return "" if same else "RoPE changed what partial rotary leaves alone"
+    return only_turned(x, out, half, run.dtype)
 
 
 def _distance_only(run: Runner, case: Case) -> str:
@@ -103,15 +129,12 @@ def _distance_only(run: Runner, case: Case) -> str:
     tokens = len(inputs["x"])
     shift = 1 + case.seed % 30
     table = table_of(tokens + shift, inputs["table"].shape[1], 1e4)
-    scores = []
+    heads = []
     for first in (0, shift):
         at = np.arange(first, first + tokens, dtype=np.int32)
         y = run({**inputs, "table": table, "positions": at})["out"].astype(np.float64)
-        scores.append(np.einsum("qhd,khd->hqk", y, y))
-        sizes = np.einsum("qhd,khd->hqk", np.abs(y), np.abs(y))
-    slack = {"f32": 2e-5, "bf16": 2.0**-6, "f16": 2.0**-9}[run.dtype]
-    far = np.abs(scores[0] - scores[1]) > slack * sizes.max(initial=0) + 1e-36
-    return f"scores change with the position, at {tuple(np.argwhere(far)[0])}" if far.any() else ""
+        heads.append((y, y))
+    return same_scores(heads, run.dtype)
 
 
 OP = Op(
