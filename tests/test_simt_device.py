@@ -65,6 +65,13 @@ def test_tensors_are_changed_in_place_and_may_share_memory(check: bool) -> None:
     assert torch.equal(values[64:128], values[:64])
 
 
+def test_tensors_may_begin_where_others_end() -> None:
+    values = torch.arange(256.0)
+    nothing = values[128:128]
+    gpu(SCALE, "ptr %o, ptr %i, ptr %e, float %s").launch("k", (), 1, [values[:128], values[128:], nothing, 2.0])
+    assert torch.equal(values[128:], 2 * values[:128])
+
+
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_what_a_kernel_only_reads_is_not_copied_back() -> None:
     values = torch.arange(128.0)

@@ -237,15 +237,15 @@ class _Memory:
     def _packed(self, kernel: str, index: int, kind: str, argument: torch.Tensor | int | float) -> bytes:
         """The eight bytes of an argument."""
         if not isinstance(argument, (int, float)):
-            return struct.pack("<Q", self._placed(argument.data_ptr()))
+            return struct.pack("<Q", self._placed(argument.data_ptr(), argument.numel() * argument.element_size()))
         try:
             return struct.pack(f"<{_CODES[kind]}", argument).ljust(8, b"\0")
         except (struct.error, OverflowError):
             raise ShipwayError(f"{kernel}: argument {index} is {argument}, the kernel takes {kind}") from None
 
-    def _placed(self, address: int) -> int:
-        for start, size, copy, _ in self._places:
-            if start <= address <= start + size:
+    def _placed(self, address: int, size: int) -> int:
+        for start, whole, copy, _ in self._places:
+            if start <= address <= address + size <= start + whole:
                 return copy + address - start
         raise AssertionError("an argument is in no range")
 
