@@ -107,9 +107,9 @@ def load_queries[
         var c = Int(piece % PER_ROW * UInt32(V))
         var query = SIMD[t, V](0)
         if row < UInt32(rows):
-            query = q.unsafe_offset(
-                Int(row * UInt32(stride)) + c * V
-            ).unsafe_load[width=V, alignment=16]()
+            query = q.unsafe_offset(Int(row * UInt32(stride)) + c).unsafe_load[
+                width=V, alignment=16
+            ]()
         to.unsafe_offset(L.at(Int(row), c)).unsafe_store[alignment=16](0, query)
 
 
