@@ -194,7 +194,8 @@ def attention_prefill_tile[
         var count = seen.count(base)
         return Keys.start(cache, run, 0, count, 0, D, to, thread)
 
-    load_queries[Layout, T.rows(), D](q, sq, rows, heads * D, thread)
+    var from_row = UInt32(heads * D)
+    load_queries[Layout, T.rows(), D](q, sq, here, from_row, thread)
     var base = seen.first_step[KEYS]()
     if base < seen.high:
         Keys.finish(begin(0, base, sk), sk, thread)
@@ -218,8 +219,8 @@ def attention_prefill_tile[
         # Only where the diagonal or the window's edge crosses the step do some
         # rows see a key that others do not. In place: as a function it would
         # cost scalar registers of CDNA.
-        var edge = base + Int32(KEYS - 1) > Int32(start) or (
-            window != 0 and base < seen.high - Int32(window)
+        var edge = base + Int32(KEYS - 1) > seen.start or (
+            seen.window != 0 and base < seen.high - seen.window
         )
         comptime for j in range(KEYS // TILE):
             scores[j] *= scale
@@ -279,7 +280,9 @@ def attention_prefill_tile[
                 var y = sums[c][e] / total[e]
                 own[unsafe_offset=c_at[e, LD](lane) + c * TILE] = y.cast[t]()
     barrier()
-    write_outputs[Layout, T.rows(), D](dst, sq, rows, heads * D, start, thread)
+    write_outputs[Layout, T.rows(), D](
+        dst, sq, here, from_row, seen.start, thread
+    )
     barrier()
 
 

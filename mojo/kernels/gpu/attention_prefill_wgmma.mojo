@@ -182,7 +182,8 @@ def attention_prefill_wgmma_tile[
             _ = Keys.start(cache, run, 0, count, part * W, D, panel, thread)
         commit()
 
-    load_queries[Queries, ROWS, D](q, sq, rows, heads * D, thread)
+    var from_row = UInt32(heads * D)
+    load_queries[Queries, ROWS, D](q, sq, here, from_row, thread)
     var base = seen.first_step[KEYS]()
     if base < seen.high:
         begin(0, base, sk)
@@ -269,7 +270,7 @@ def attention_prefill_wgmma_tile[
             var own = chunk + c_col[0](lane)
             sq.unsafe_offset(own).unsafe_store[alignment=4](0, y)
     barrier()
-    write_outputs[Queries, ROWS, D](dst, sq, rows, heads * D, start, thread)
+    write_outputs[Queries, ROWS, D](dst, sq, here, from_row, seen.start, thread)
     barrier()
 
 

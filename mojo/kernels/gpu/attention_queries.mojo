@@ -52,8 +52,7 @@ def each_query_tile[
     # AMD.
     var step = Int32(grid_dim.x)
     var b = Int32(0)
-    var before = Int32(0)  # tiles of the sequences before b
-    var tile = Int32(block_idx.x)
+    var next = Int32(block_idx.x)  # tile of the block, counted from b's first
     while b < batch:
         var row = offsets[unsafe_offset=size(b)]
         var rows = offsets[unsafe_offset=size(b) + 1] - row
@@ -61,16 +60,15 @@ def each_query_tile[
         if rows < shortest:
             blocks = 0
         var count = Int32(blocks) * heads
-        if tile >= before + count:
-            before += count
+        if next >= count:
+            next -= count
             b += 1
             continue
-        var local = size(tile - before)
-        var block = quotient(local, size(heads))
-        var head = local - block * size(heads)
+        var block = quotient(size(next), size(heads))
+        var head = size(next) - block * size(heads)
         var row0 = (Int32(blocks) - 1 - Int32(block)) * Int32(ROWS)
         attend(QueryTile(size(b), head, row0, row + row0, rows - row0))
-        tile += step
+        next += step
 
 
 @always_inline
@@ -79,8 +77,8 @@ def load_queries[
 ](
     q: Pointer[Scalar[t], _],
     to: Shared[t],
-    rows: Int,
-    stride: Int,
+    rows: Int32,
+    stride: UInt32,
     thread: Int,
 ):
     """Copies a tile's rows to shared memory, zeros for those that are missing.
@@ -107,7 +105,7 @@ def load_queries[
         var c = Int(piece % PER_ROW * UInt32(V))
         var query = SIMD[t, V](0)
         if row < UInt32(rows):
-            query = q.unsafe_offset(Int(row * UInt32(stride)) + c).unsafe_load[
+            query = q.unsafe_offset(Int(row * stride) + c).unsafe_load[
                 width=V, alignment=16
             ]()
         to.unsafe_offset(L.at(Int(row), c)).unsafe_store[alignment=16](0, query)
@@ -119,9 +117,9 @@ def write_outputs[
 ](
     dst: Pointer[mut=True, Scalar[t], _],
     source: Shared[t],
-    rows: Int,
-    stride: Int,
-    start: Int,
+    rows: Int32,
+    stride: UInt32,
+    start: Int32,
     thread: Int,
 ):
     """Copies a tile's rows from shared memory, zeros where no key is seen.
@@ -140,8 +138,8 @@ def write_outputs[
             var y = source.unsafe_offset(L.at(Int(row), c)).unsafe_load[
                 width=V, alignment=16
             ]()
-            if Int32(start) + Int32(row) < 0:
+            if start + Int32(row) < 0:
                 y = 0
-            dst.unsafe_offset(Int(row * UInt32(stride)) + c).unsafe_store[
-                alignment=16
-            ](0, y)
+            dst.unsafe_offset(Int(row * stride) + c).unsafe_store[alignment=16](
+                0, y
+            )
