@@ -217,8 +217,8 @@ def attention_prefill_tile[
             )
         var mask = seen.mask(base, own_row + c_row[0](lane), c_col[0](lane))
         # Only where the diagonal or the window's edge crosses the step do some
-        # rows see a key that others do not. In place: as a function it would
-        # cost scalar registers of CDNA.
+        # rows see a key that others do not. Here, not in `SeenKeys`: as a
+        # function it takes 3 more scalar registers of CDNA.
         var edge = base + Int32(KEYS - 1) > seen.start or (
             seen.window != 0 and base < seen.high - seen.window
         )

@@ -210,8 +210,8 @@ def attention_prefill_wgmma_tile[
         var mask = seen.mask(base, row[0](warp, lane), column[0, 0](lane))
         # Only where the diagonal or the window's edge crosses the step do some
         # rows see a key that others do not.
-        var edge = base + Int32(KEYS - 1) > Int32(start) or (
-            window != 0 and base < seen.high - Int32(window)
+        var edge = base + Int32(KEYS - 1) > seen.start or (
+            seen.window != 0 and base < seen.high - seen.window
         )
         comptime for j in range(KEYS // TILE):
             scores[j] *= scale
