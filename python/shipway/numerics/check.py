@@ -38,6 +38,7 @@ class OpRunner(Runner):
         self.op = op
         self.implementation = implementation
         self.dtype = dtype
+        self.format = DTYPES[dtype]
         self.bitwise = implementation.bitwise
         self.max_ulps = 0.0
         self.cosine_diff = 0.0
@@ -50,7 +51,7 @@ class OpRunner(Runner):
 
     def round(self, x: np.ndarray) -> np.ndarray:
         """See :class:`Runner`."""
-        return DTYPES[self.dtype].round(x)
+        return self.format.round(x)
 
     def __call__(self, inputs: Inputs, layout: str = "contiguous") -> Outputs:
         """See :class:`Runner`; ``layout`` applies to the arguments named in :attr:`Op.strided`."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from shipway.numerics.dtypes import DTYPES
 from shipway.ops.attention_reference import reference, visible, written
 from shipway.ops.data import sequences
 from shipway.ops.op import Case, Inputs, Output, Property, Runner
@@ -186,7 +185,7 @@ def _doubled_values(run: Runner, case: Case) -> str:
     for *_, values in written(inputs):
         values *= 2
     twice = run(inputs)["out"]
-    normal = np.abs(once) > max(2.0**-100, 2.0 ** DTYPES[run.dtype].min_exponent)
+    normal = np.abs(once) > max(2.0**-100, 2.0**run.format.min_exponent)
     doubled = run.round(2 * once[normal].astype(np.float64))
     return "" if np.array_equal(twice[normal], doubled) else "doubling v does not double the output"
 

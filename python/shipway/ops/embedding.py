@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from shipway.numerics.dtypes import DTYPES
 from shipway.ops.data import fill
 from shipway.ops.implementations import compiled_rows, rows, torch_row
 from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
@@ -32,9 +31,9 @@ def _torch(dtype: str) -> Callable[..., Any]:
 
 
 def _special_values_are_copied(run: Runner, case: Case) -> str:
-    inputs, dtype = run.inputs(case), DTYPES[run.dtype]
-    subnormal = 2.0 ** (dtype.min_exponent - 4)
-    special = np.array([np.inf, np.nan, -dtype.max_finite, subnormal], np.float32)
+    inputs = run.inputs(case)
+    subnormal = 2.0 ** (run.format.min_exponent - 4)
+    special = np.array([np.inf, np.nan, -run.format.max_finite, subnormal], np.float32)
     inputs["table"] = np.resize(special, inputs["table"].shape)
     return run.against(inputs)
 

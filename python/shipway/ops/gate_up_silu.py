@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from shipway.numerics.dtypes import DTYPES
 from shipway.ops import tf32
 from shipway.ops.data import fill, weights
 from shipway.ops.implementations import compiled_rows, rows, torch_row
@@ -90,7 +89,7 @@ def _linear_in_up(run: Runner, case: Case) -> str:
     inputs = run.inputs(case)
     once = run(inputs)["out"]
     doubled = run({**inputs, "up": 2 * inputs["up"]})["out"]
-    normal = np.abs(once) > max(2.0**-120, 2.0 ** DTYPES[run.dtype].min_exponent)
+    normal = np.abs(once) > max(2.0**-120, 2.0**run.format.min_exponent)
     twice = run.round(2 * once[normal].astype(np.float64))
     return "" if np.array_equal(doubled[normal], twice) else "doubling up does not double the output"
 

@@ -114,10 +114,31 @@ class Output:
     operands: np.ndarray | None = None
 
 
+class Format(Protocol):
+    """What a property may ask of the dtype under test."""
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
+
+    @property
+    def max_finite(self) -> float:
+        """Largest finite value."""
+
+    @property
+    def underflow(self) -> float:
+        """Absolute error that underflow may cause."""
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Largest relative error of one rounding."""
+
+
 class Runner(Protocol):
     """One implementation of one op in one dtype, as a property sees it. Every method works on float32 arrays."""
 
     dtype: str
+    format: Format
     bitwise: bool
 
     def inputs(self, case: Case) -> Inputs:

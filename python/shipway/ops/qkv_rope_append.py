@@ -200,7 +200,7 @@ def _norm_preserved(run: Runner, case: Case) -> str:
     still[:, : still.shape[1] // 2] = 1
     turned, plain = run(inputs)["q"].astype(np.float64), run({**inputs, "table": still})["q"].astype(np.float64)
     half = still.shape[1] // 2
-    return only_turned(plain, turned, half, run.dtype)
+    return only_turned(plain, turned, half, run.format)
 
 
 def _distance_only(run: Runner, case: Case) -> str:
@@ -217,7 +217,7 @@ def _distance_only(run: Runner, case: Case) -> str:
         keys = out["cache"][0, 0, 0, first : first + tokens].astype(np.float64)
         q = out["q"].astype(np.float64)[:, :: out["q"].shape[1] // kv_heads]
         heads.append((q, keys))
-    return same_scores(heads, run.dtype)
+    return same_scores(heads, run.format)
 
 
 def _zero_bias(run: Runner, case: Case) -> str:

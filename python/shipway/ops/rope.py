@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from shipway.numerics.dtypes import DTYPES
 from shipway.ops.data import fill
 from shipway.ops.implementations import compiled_rows, rows, torch_row
-from shipway.ops.op import Case, Dim, Inputs, Op, Output, Property, Runner
+from shipway.ops.op import Case, Dim, Format, Inputs, Op, Output, Property, Runner
 from shipway.ops.properties import repeatable, row_alone
 
 
@@ -85,22 +84,22 @@ def _position_zero(run: Runner, case: Case) -> str:
     return run.against(inputs, {"out": Output(inputs["x"].astype(np.float64), "exact")})
 
 
-def only_turned(before: np.ndarray, after: np.ndarray, half: int, dtype: str) -> str:
+def only_turned(before: np.ndarray, after: np.ndarray, half: int, rounded: Format) -> str:
     """Says what a rotation of pairs (i, i + half) does not do, of heads ``[..., head_dim]`` float64.
 
-    Pairs keep their length, but for four roundings to ``dtype``, and what lies behind them keeps its bits.
+    Pairs keep their length, but for four roundings, and what lies behind them keeps its bits.
     """
-    lengths = (np.hypot(y[..., :half], y[..., half : 2 * half]) for y in (after, before))
-    slack, underflow = _slack(dtype)
-    if not np.allclose(*lengths, rtol=slack, atol=underflow):
+    turned, still = (np.hypot(y[..., :half], y[..., half : 2 * half]) for y in (after, before))
+    slack, underflow = _slack(rounded)
+    if not np.allclose(turned, still, rtol=slack, atol=underflow):
         return "a rotated pair changed its length"
     same = np.array_equal(after[..., 2 * half :], before[..., 2 * half :])
     return "" if same else "RoPE changed what partial rotary leaves alone"
 
 
-def same_scores(heads: list[tuple[np.ndarray, np.ndarray]], dtype: str) -> str:
+def same_scores(heads: list[tuple[np.ndarray, np.ndarray]], rounded: Format) -> str:
     """Says where two pairs of queries and keys, ``[tokens, heads, head_dim]`` float64, have other scores."""
-    slack, underflow = _slack(dtype)
+    slack, underflow = _slack(rounded)
     scores = [np.einsum("qhd,khd->hqk", q, k) for q, k in heads]
     q, k = (np.abs(y) for y in heads[-1])
     size = np.einsum("qhd,khd->hqk", q, k).max(initial=0)
@@ -109,10 +108,9 @@ def same_scores(heads: list[tuple[np.ndarray, np.ndarray]], dtype: str) -> str:
     return f"scores change with the position, at {tuple(np.argwhere(far)[0])}" if far.any() else ""
 
 
-def _slack(dtype: str) -> tuple[float, float]:
-    """Relative and absolute error of a few roundings to ``dtype``; f32 has more of them, in the table and the sums."""
-    underflow = max(1e-36, 2 * DTYPES[dtype].underflow)
-    return (2e-5 if dtype in ("f32", "tf32") else 4 * DTYPES[dtype].unit_roundoff), underflow
+def _slack(rounded: Format) -> tuple[float, float]:
+    """Relative and absolute error of a few roundings; float32's are fewer than those of the table and the sums."""
+    return max(2e-5, 4 * rounded.unit_roundoff), max(1e-36, 2 * rounded.underflow)
 
 
 def _norm_preserved(run: Runner, case: Case) -> str:
@@ -120,7 +118,7 @@ def _norm_preserved(run: Runner, case: Case) -> str:
     inputs = run.inputs(case)
     out, x = run(inputs)["out"].astype(np.float64), inputs["x"].astype(np.float64)
     half = inputs["table"].shape[1] // 2
-    return only_turned(x, out, half, run.dtype)
+    return only_turned(x, out, half, run.format)
 
 
 def _distance_only(run: Runner, case: Case) -> str:
@@ -134,7 +132,7 @@ def _distance_only(run: Runner, case: Case) -> str:
         at = np.arange(first, first + tokens, dtype=np.int32)
         y = run({**inputs, "table": table, "positions": at})["out"].astype(np.float64)
         heads.append((y, y))
-    return same_scores(heads, run.dtype)
+    return same_scores(heads, run.format)
 
 
 OP = Op(
