@@ -116,6 +116,10 @@ def test_kernel_that_does_not_compile_exits_with_1(run: Run, survey: Survey, tmp
         (["--kernel", " , "], "--kernel"),
         (["--budgets", "/nowhere/b.toml"], "cannot read /nowhere/b.toml"),
         (["--json", "/nowhere/t.json"], "there is no folder /nowhere"),
+        (["--graph", ""], "--graph"),
+        (["--route", "serve"], "--route, --model and --dtype go with --graph"),
+        (["--dtype", "f32"], "--route, --model and --dtype go with --graph"),
+        (["--model", "nosuch"], "--route, --model and --dtype go with --graph"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], message: str, run: Run, survey: Survey) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from shipway.cli.options import Json, Model, matching
+from shipway.cli.options import Json, matching, named
 from shipway.cli.progress import progress
 from shipway.errors import ShipwayError
 from shipway.measure.result import write_json
@@ -30,15 +30,21 @@ def targets(
         Path | None, typer.Option(help="TOML file of limits that kernels must keep, such as bench/budgets.toml.")
     ] = None,
     graph: Annotated[
-        str, typer.Option(help="Compile the decoder's whole graph for these targets instead, separated by commas.")
-    ] = "",
+        str | None,
+        typer.Option(help="Compile the decoder's whole graph for these targets instead, separated by commas."),
+    ] = None,
     route: Annotated[
-        str, typer.Option(help="With --graph: whose graph, mojo-graph, max-graph, or serve for our paged KV cache.")
-    ] = "mojo-graph",
-    model: Model = DEFAULT_MODEL,
+        str | None,
+        typer.Option(
+            help="With --graph: whose graph, mojo-graph, max-graph, or serve for our paged KV cache: mojo-graph."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"With --graph: directory, GGUF file, or a model name: {DEFAULT_MODEL}.")
+    ] = None,
     dtype: Annotated[
-        str, typer.Option(help="With --graph: dtype of activations and weights, f32, bf16 or tf32.")
-    ] = "bf16",
+        str | None, typer.Option(help="With --graph: dtype of activations and weights, f32, bf16 or tf32: bf16.")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Compile every GPU kernel for every target, without a GPU, and say what came out.
@@ -46,12 +52,19 @@ def targets(
     Exits with 1 when a kernel does not compile, shows no matrix instructions where it must, or exceeds its budget.
     With --graph: what one decode step launches, what was fused into each launch, and the kernels' registers.
     """
-    if graph:
-        if (kernel, target, budgets) != ("*", "*", None):
-            raise ShipwayError("--graph takes --route, --model, --dtype and --json: kernels of a graph have no budgets")
-        _graphs(graph, route, model, dtype, json)
-    else:
+    if graph is None:
+        if (route, model, dtype) != (None, None, None):
+            raise ShipwayError("--route, --model and --dtype go with --graph: kernels are compiled in all their dtypes")
         _kernels(kernel, target, budgets, json)
+    if (kernel, target, budgets) != ("*", "*", None):
+        raise ShipwayError("--graph takes --route, --model, --dtype and --json: kernels of a graph have no budgets")
+    _graphs(
+        graph,
+        "mojo-graph" if route is None else route,
+        DEFAULT_MODEL if model is None else named(model),
+        "bf16" if dtype is None else dtype,
+        json,
+    )
 
 
 def _kernels(kernel: str, target: str, budgets: Path | None, json: Path | None) -> NoReturn:

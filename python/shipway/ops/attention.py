@@ -83,7 +83,7 @@ HEADS = {
 WINDOW = Dim(0, 80, (1, 2, 7, 8, 9, 16, 17, 33))
 FILLS = ("normal", "uniform", "constant", "spike", "zero_row", "levels")
 PREFILL_DIMS = {"B": Dim(1, 4, (2, 3)), "length": Dim(0, 70, (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65))}
-START = Dim(0, 70, (1, 2, 7, 8, 9, 31, 33, 63, 64, 65))
+START = Dim(0, 70, (1, 2, 7, 8, 9, 14, 30, 31, 33, 62, 63, 64, 65))
 ONE = Case({"B": 1, "length": 1, "start": 0, "window": 0, "kv_heads": 2, "group": 2, "head_dim": 64}, seed=1)
 HEAD_DIMS = (16, 80, 96, 128, 160)
 PREFILL_TRAPS = (
@@ -94,6 +94,8 @@ PREFILL_TRAPS = (
     ONE.with_dims(B=2, length=5, start=3),  # as many sequences as KV heads
     *(ONE.with_dims(length=16, window=window) for window in (15, 16, 17)),  # the prompt reaches 16 exactly
     *(ONE.with_dims(length=9, start=7, head_dim=head_dim) for head_dim in HEAD_DIMS),
+    # A step of 64, 32 or 16 keys that all but the first row see whole.
+    *(ONE.with_dims(length=3, start=62, head_dim=head_dim) for head_dim in (64, *HEAD_DIMS)),
     ONE.with_dims(length=65, start=65, kv_heads=3, group=4),  # enough for several threads
 )
 STEP = Case({"B": 1, "start": 0, "window": 0, "kv_heads": 2, "group": 2, "head_dim": 64}, seed=1)

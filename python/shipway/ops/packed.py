@@ -183,6 +183,7 @@ _TRAPS = tuple(
     Case({"T": tokens, "N": columns, "K": hidden})
     for tokens, columns, hidden in ((1, 97, 576), (5, 97, 1040), (9, 33, 1039), (2, 3, 33))
 )
+_NUMBERS = tuple(Case({"T": 9, "N": 33, "K": hidden}) for hidden in (64, 97))
 _QKV = qkv_rope_append.OP
 
 PACKED = tuple(
@@ -203,7 +204,8 @@ PACKED = tuple(
             _TRAPS,
             (
                 *_ROWS,
-                Property("every_stored_number_has_its_value", partial(_every_number, word)),
+                # Of whole groups, which are read 16 bytes at a time, and of a last one that is short.
+                Property("every_stored_number_has_its_value", partial(_every_number, word), examples=_NUMBERS),
                 Property("columns_alone", partial(_columns_alone, word)),
                 Property("poisoned_scale_stays", _poisoned_scale),
             ),

@@ -50,8 +50,6 @@ _ONE_ROW: Mapping[str, tuple[Mapping[str, int], ...]] = {
 }
 """Sizes of one-row calls that have a function of their own, ``OP_1`` the first of an op."""
 
-_WITH_CACHE = ("qkv_rope_append", "attention_prefill", "attention_decode")
-
 
 def load_ops(dtype: str, head_dim: int) -> dict[str, Callable[..., torch.Tensor]]:
     """Compiles (or takes from the artefact cache) every op in one activation dtype.
@@ -70,7 +68,7 @@ def load_ops(dtype: str, head_dim: int) -> dict[str, Callable[..., torch.Tensor]
     machine, with_cache = _machine(dtype, None), _machine(dtype, head_dim)
     attention = _Attention(with_cache)
     return {
-        **{name: _Rows(machine, name) for name in SIGNATURES if name not in _WITH_CACHE},
+        **{name: _Rows(machine, name) for name in _bodies(_ACT[dtype])},
         "qkv_rope_append": _QkvRopeAppend(with_cache),
         "attention_prefill": attention,
         "attention_decode": attention,
