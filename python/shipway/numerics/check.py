@@ -47,6 +47,7 @@ class OpRunner(Runner):
     def inputs(self, case: Case) -> Inputs:
         """See :class:`Runner`."""
         inputs = self.op.draw(case, np.random.default_rng(case.seed))
+        self.op.within(inputs, self.format.max_finite)
         return {name: self.round(x) if name in self.op.activations else x for name, x in inputs.items()}
 
     def round(self, x: np.ndarray) -> np.ndarray:

@@ -256,6 +256,8 @@ class Op:
         mutates: Arguments written in place, which are outputs too.
         strided: Arguments a caller may pass as non-contiguous views.
         scales: Factors on the main input within the op's documented range.
+        within: ``(arguments, largest)``: makes smaller, in place, what would leave the finite numbers of the dtype
+            under test, up to ``largest``, between two of the op's reductions.
         properties: Facts beside agreement with the reference.
         traps: Cases that always run against the reference: shapes on which implementations are known to fail.
         implementations: Rows; the row named ``"torch"`` is the verdict's ``base``.
@@ -275,6 +277,7 @@ class Op:
     mutates: tuple[str, ...] = ()
     traps: tuple[Case, ...] = ()
     scales: tuple[float, ...] = (1.0, 1e-4, 1e-2, 30.0, 1e4)
+    within: Callable[[Inputs, float], None] = lambda arguments, largest: None
 
     def load(
         self,
