@@ -226,7 +226,8 @@ def targets_lines(path: Path, document: dict[str, Any]) -> str:
 
     return "\n".join(
         [
-            f"**Compiled, not run**: {len(compiled)} of {len(entries)} kernels for {len(targets)} GPU targets compile,"
+            f"**Compiled, not run**: {len(compiled)} of {len(entries)} kernel variants compile,"
+            f" on {len(targets)} GPU targets together,"
             f" revision {revision(document)} ([{path.name}](bench/results/{path.name})): {spills} spill to memory,"
             f" {scalars} move scalar registers to vector ones, {len(document['exceeded'])} limits of"
             " bench/budgets.toml missed. Most registers of a kernel's variants:",
