@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from op_calls import LARGE, RUNNERS, SMALL, Arguments, arguments_of, assert_same_bits, call, callable_of
+from shipway.ops.op import Op
 from shipway.signature import SIGNATURES, check
 
 NAN, INF = math.nan, math.inf
@@ -51,8 +52,10 @@ def renumbered(x: torch.Tensor, n: int) -> torch.Tensor:
     if n % 3 == 0:
         return x.flip(0)
     values = (-1, 0, 1, -(2**31), 2**31 - 1, x.numel(), 8, NAN if x.is_floating_point() else -2)
+    value = values[n // 3 % len(values)]
+    kind = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
     x = x.clone()
-    x.view(-1)[n % x.numel()] = values[n // 3 % len(values)]
+    x.view(-1)[n % x.numel()] = value if math.isnan(value) else min(max(value, kind.min), kind.max)
     return x
 
 
@@ -130,12 +133,14 @@ def damaged(good: Arguments, at: int, fault: str, n: int) -> Arguments:
     return good | {name: NUMBER_FAULTS[n % len(NUMBER_FAULTS)]}
 
 
-def plain(value: Any) -> Any:
-    """An argument as the references take it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().clone()
-    return value.float().numpy() if value.is_floating_point() else value.numpy()
+def plain(op: Op, given: Arguments) -> Arguments:
+    """Arguments as the references take them: activations in float32, the others as they are stored."""
+
+    def array(name: str, value: torch.Tensor) -> np.ndarray:
+        value = value.detach().clone()
+        return (value.float() if name in op.activations else value).numpy()
+
+    return {name: array(name, value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
 
 
 def settle(name: str, good: Arguments, at: int, fault: str, n: int) -> None:
@@ -144,7 +149,7 @@ def settle(name: str, good: Arguments, at: int, fault: str, n: int) -> None:
     given = damaged(good, at, fault, n)
     cache = good["cache"].clone() if "cache" in good else None
     said = refusal(check, runner.op.name, runner.dtype, list(given.values()), head_dim=64, strided="handled")
-    inputs = {} if said else {key: plain(value) for key, value in given.items()}
+    inputs = {} if said else plain(runner.op, given)
     result: list[Any] = []
     refused = refusal(lambda: result.append(callable_of(name)(*given.values())))
     if refused:
@@ -155,7 +160,7 @@ def settle(name: str, good: Arguments, at: int, fault: str, n: int) -> None:
         return
     assert not said, f"a wrong call ran: {said}"
     if all(inputs[key] <= largest for key, largest in LARGEST.items() if isinstance(inputs.get(key), int | float)):
-        reason = runner.judge(inputs, runner.outputs({key: plain(value) for key, value in given.items()}, *result))
+        reason = runner.judge(inputs, runner.outputs(plain(runner.op, given), *result))
         assert not reason, reason
 
 
