@@ -21,6 +21,7 @@ ROWS = 70  # two tiles, the last one of two steps
 WRONG = "wrong"
 NOT_FENCED = "what no fence.proxy.async has followed"
 STILL_READ = "write of shared memory that an asynchronous product may still read"
+UNAWAITED = "that no wgmma.wait_group has awaited"
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ DEFECTS = (
         (("        arrive_for_products()\n" + BEGIN_VALUES, BEGIN_VALUES + "        arrive_for_products()\n"),),
         "write of",
     ),
-    Defect("scores_not_awaited", ((SCORES_AWAITED, "        settle(scores)\n"),), STILL_READ),
+    Defect("scores_not_awaited", ((SCORES_AWAITED, "        settle(scores)\n"),), UNAWAITED),
+    Defect("scores_not_settled", ((SCORES_AWAITED, "        wait_products[0]()\n"),), WRONG),
     Defect(
         "sums_not_awaited",
         (("        wait_products[0]()\n        comptime", "        comptime"),),
-        STILL_READ,
+        UNAWAITED,
     ),
     Defect("no_fence", (("        begin_products(scores)\n", ""),), "asynchronous product without a wgmma.fence"),
     Defect("flags_overwritten", (("                )\n            barrier()\n", "                )\n"),), ""),

@@ -132,6 +132,11 @@ LOCATED = """
 !5 = !DILocation(line: 6, column: 2, scope: !4)
 !6 = !DILocation(line: 77, column: 2, scope: !3, inlinedAt: !5)
 !7 = !DILocation(line: 78, column: 2, scope: !3)
+!8 = !DIFile(filename: "/k/mojo/kernels/b.mojo", directory: "")
+!9 = distinct !DISubprogram(name: "tile", scope: !8, file: !8, line: 1)
+!10 = !DILocation(line: 12, column: 2, scope: !9, inlinedAt: !5)
+!11 = !DILocation(line: 13, column: 2, scope: !9, inlinedAt: !10)
+!12 = !DILocation(line: 79, column: 2, scope: !3, inlinedAt: !11)
 """
 
 
@@ -140,6 +145,10 @@ def test_location_leads_out_of_the_standard_library() -> None:
     assert line_of(parsed, 6) == "mojo/kernels/a.mojo:6"
     assert line_of(parsed, 7) is None
     assert line_of(parsed, None) is None
+
+
+def test_location_names_the_file_and_those_that_it_was_inlined_into() -> None:
+    assert line_of(parse(LOCATED), 12) == "mojo/kernels/b.mojo:13 from a.mojo:6"
 
 
 def test_accesses_are_announced_with_size_kind_and_promised_alignment() -> None:

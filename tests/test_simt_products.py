@@ -10,7 +10,7 @@ from shipway.simt.findings import Finding
 from simt_emission import devices
 
 DTYPES = ("bfloat16", "float16")
-DEFECTS = ("no proxy fence", "no barrier", "no fence", "no wait")
+DEFECTS = ("no proxy fence", "no barrier", "no fence", "written before the wait", "no wait", "not settled")
 
 
 def shared(dtype: str, columns: int, swizzled: bool, defect: str = "") -> str:
@@ -77,7 +77,8 @@ def test_products_of_registers_and_a_shared_matrix_along_its_rows() -> None:
         ("no proxy fence", "asynchronous product reads what no fence.proxy.async has followed"),
         ("no barrier", ""),
         ("no fence", "asynchronous product without a wgmma.fence before it"),
-        ("no wait", "write of shared memory that an asynchronous product may still read"),
+        ("written before the wait", "write of shared memory that an asynchronous product may still read"),
+        ("no wait", "use of the sums of an asynchronous product that no wgmma.wait_group has awaited"),
     ],
 )
 def test_broken_products_are_found(defect: str, said: str) -> None:
@@ -90,6 +91,13 @@ def test_broken_products_are_found(defect: str, said: str) -> None:
             found.append(str(finding))
     assert found
     assert all(said in finding for finding in found)
+
+
+def test_sums_that_nothing_settles_are_nan() -> None:
+    # As the compiler may use them before it waits.
+    a, b, out = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.zeros(128, 32)
+    device().launch(shared("bfloat16", 64, False, "not settled"), (), 1, [out, a, b])
+    assert out.isnan().all()
 
 
 def test_products_want_a_whole_warpgroup() -> None:

@@ -1,5 +1,6 @@
 """Hopper's asynchronous products of a warpgroup, whole and broken in one place."""
 from std.memory import unsafe_stack_allocation
+from std.sys import inlined_assembly
 from max.gpu import AddressSpace, barrier, thread_idx
 from max.gpu.compute.mma import (
     WGMMADescriptor,
@@ -12,6 +13,13 @@ from max.gpu.host.nvidia.tma import TensorMapSwizzle
 from max.gpu.memory import fence_async_view_proxy
 
 comptime F = MutPointer[Float32, MutAnyOrigin]
+
+
+@always_inline
+def settle[n: Int](mut sums: SIMD[DType.float32, n]):
+    """`wgmma_op.settle`, of a vector."""
+    comptime for i in range(n):
+        sums[i] = inlined_assembly["", Float32, constraints="=f,0"](sums[i])
 
 
 def from_shared[
@@ -66,10 +74,12 @@ def from_shared[
                 64, N, 16, DType.float32, N // 2, a_type=t, b_type=t
             ](da, db, c)
     wgmma_commit_group_sync()
+    comptime if defect == "written before the wait":
+        sa[unsafe_offset=i] = 0
     comptime if defect != "no wait":
         wgmma_wait_group_sync()
-    barrier()
-    sa[unsafe_offset=i] = 0
+    comptime if defect != "not settled":
+        settle[N // 2](c)
     comptime for j in range(N // 2):
         o[unsafe_offset=i * (N // 2) + j] = c[j]
 
@@ -98,5 +108,6 @@ def from_registers[
     ](a.unsafe_load[width=8](8 * i), db, c)
     wgmma_commit_group_sync()
     wgmma_wait_group_sync()
+    settle[32](c)
     comptime for j in range(32):
         o[unsafe_offset=i * 32 + j] = c[j]

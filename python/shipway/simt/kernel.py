@@ -25,7 +25,7 @@ _SOURCES = [
 _SOURCES += [str(_HERE / "intrinsics.toml")]
 # Their conversions flush subnormals or double-round where the device does neither.
 _WITHOUT = ("avx512bf16", "avx512fp16", "avxneconvert", "avx10.1-256", "avx10.1-512")
-_RUNTIME = ("simt_call", "simt_access", "simt_atomic", "simt_pause", "__truncsfbf2")
+_RUNTIME = ("simt_call", "simt_access", "simt_atomic", "simt_pause", "simt_settle", "__truncsfbf2")
 
 
 @cache
@@ -189,7 +189,7 @@ def _recount(made: Retargeted, module: Any) -> None:
             continue
         for block in function.blocks:
             for instruction in block.instructions:
-                if instruction.opcode != "call" or not str(instruction).lstrip().startswith("call void @simt_"):
+                if instruction.opcode != "call" or " @simt_" not in str(instruction):
                     seen[instruction.opcode] += 1
     for opcode in COUNTED:
         if seen[opcode] != (known := made.counts[opcode]):

@@ -1,4 +1,4 @@
-"""Where an instruction comes from: its debug location, followed out of the standard library to a line of the kernel."""
+"""Where an instruction comes from: its debug location out of the standard library, and the files that called it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ def _reference(value: str | None) -> int | None:
 
 
 def line_of(module: Module, location: int | None) -> str | None:
-    """Returns ``path:line`` of the innermost call that stands in a file here, ``None`` where there is none.
+    """Returns ``path:line`` of the innermost call that stands in a file here, ``None`` where there is none, and
+    ``from file:line`` for each other file that it was inlined into.
 
     The standard library's files carry relative names; those of a user are absolute.
     """
+    line, named = "", set()
     while location is not None and (found := module.metadata.get(location)):
         path = _file(module, _reference(_attribute(found, "scope")))
-        if path.startswith("/"):
-            return f"{_short(path)}:{_attribute(found, 'line')}"
+        if path.startswith("/") and path not in named:
+            line += f" from {Path(path).name}" if line else _short(path)
+            line += f":{_attribute(found, 'line')}"
+            named.add(path)
         location = _reference(_attribute(found, "inlinedAt"))
-    return None
+    return line or None
 
 
 def _file(module: Module, scope: int | None) -> str:

@@ -67,6 +67,7 @@ _PROBED = '"probe-stack"="inline-asm"'  # a large frame touches the page that gu
 _RUNTIME = """\
 declare void @simt_call(i32, ptr, ptr, i32) convergent nounwind
 declare void @simt_pause() convergent nounwind
+declare float @simt_settle(float, i32) convergent nounwind
 declare void @simt_access(ptr, i64, i32, i32, i32) convergent nounwind
 declare void @simt_atomic(ptr, i64, i32, i32, i32, i32) convergent nounwind
 """
@@ -278,8 +279,12 @@ class _Retargeting:
             return
         if call.is_asm and not call.callee.strip():  # its result is its operand: it only keeps compilers from moving it
             (kind, value), *_ = call.arguments
-            kind_text = self._plain(kind)
-            yield f"{instruction.result} = bitcast {kind_text} {self._plain(value)} to {kind_text}"
+            kind_text, operand = self._plain(kind), self._plain(value)
+            if kind_text == "float":
+                site = self._site(instruction)
+                yield f"{instruction.result} = call float @simt_settle(float {operand}, i32 {site})"
+            else:
+                yield f"{instruction.result} = bitcast {kind_text} {operand} to {kind_text}"
             return
         self.result.counts["call"] += 1
         if name in table():

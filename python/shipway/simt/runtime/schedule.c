@@ -327,6 +327,7 @@ int simt_launch(Launch *wanted) {
     for (int j = 0; j < threads; j++) {
       copies_drop(block->lanes + j);
       products_drop(block->lanes + j);
+      free(block->lanes[j].sums);
       free(block->lanes[j].seen);
       free(block->lanes[j].pending);
     }

@@ -16,6 +16,7 @@ enum { RACE = 1, BOUNDS, UNINITIALISED, MISALIGNED, DIVERGENCE, DEADLOCK, CRASH,
 typedef struct Lane Lane;
 typedef struct Block Block;
 typedef struct Product Product;
+typedef struct Sum Sum;
 
 // What an instruction outside plain LLVM does. `run` gets the lanes that execute it together.
 typedef struct {
@@ -77,6 +78,8 @@ struct Lane {
   int groups;
   Product *products;  // of its warpgroup, held by its first lane
   int product_groups, product_fence;
+  Sum *sums;  // of asynchronous products, its own
+  int sum_count, sum_room, groups_awaited;
   uint32_t proxied, proxy_view;  // its last proxy fence: clock that it covers, epoch before which it covers all
   char *changing;  // an atomic it is about to write, and what was there
   uint32_t before;

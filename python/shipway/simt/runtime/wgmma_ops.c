@@ -1,6 +1,8 @@
 // Hopper's asynchronous products of a warpgroup (128 lanes): D (64 x columns) = A (64 x 16) B (16 x columns) + D, B and
-// perhaps A in shared memory behind descriptors. The result is there at once; what the product reads counts as being
-// read until its group is waited for.
+// perhaps A in shared memory behind descriptors. What the product reads counts as being read until its group is waited
+// for. D lies apart until then: what the instruction returns are NaNs that say where. Further products take these for
+// sums; simt_settle, which stands for assembly without instructions, gives the sums once they are awaited; anything else
+// computes NaN, as it may run before the wait: no compiler knows that the wait writes registers.
 #include "simt.h"
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +24,42 @@ struct Product {
   uint32_t site;
   Product *next;
 };
+
+// A sum in flight, or one that nothing has settled yet.
+struct Sum {
+  float value;
+  int group;
+};
+
+// Signalling NaNs, which no arithmetic returns: NAME + 1 + place among the lane's sums.
+enum { NAME = 0x7F800000, MOST_SUMS = 0x3FFFFF };
+
+static Sum *sum_of(Lane *lane, float named) {
+  uint32_t bits;
+  memcpy(&bits, &named, 4);
+  return bits - NAME - 1 < (uint32_t)lane->sum_count ? lane->sums + (bits - NAME - 1) : 0;
+}
+static Sum *new_sum(Lane *lane) {
+  if (lane->sum_count == MOST_SUMS) {
+    current = lane;
+    report(UNSUPPORTED, lane->site, 0, "more than %d sums of asynchronous products in a thread", MOST_SUMS);
+    leave();
+  }
+  if (lane->sum_count == lane->sum_room) {
+    lane->sum_room = lane->sum_room ? 2 * lane->sum_room : MOST_COLUMNS / 2;
+    lane->sums = realloc(lane->sums, lane->sum_room * sizeof *lane->sums);
+  }
+  return lane->sums + lane->sum_count++;
+}
+float simt_settle(float named, uint32_t site) {
+  Sum *sum = sum_of(current, named);
+  if (!sum) return named;
+  if (sum->group >= current->groups_awaited) {
+    report(RACE, site, 0, "use of the sums of an asynchronous product that no wgmma.wait_group has awaited");
+    leave();
+  }
+  return sum->value;
+}
 
 // Address of element (mn, k): bits of the descriptor and canonical layouts of 16-bit types. A transposed matrix is
 // contiguous along M or N, else along K. Swizzling exchanges 16-byte units by the bits above 128 bytes.
@@ -88,9 +126,12 @@ static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
     Arguments *mine = (Arguments *)lanes[t]->arguments;
     for (int i = 0; i < columns / 2; i++) {
       int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + t % 4 * 2 + i % 2;
-      float sum = mine->scale_d ? mine->d[i] : 0;
+      Sum *before = sum_of(lanes[t], mine->d[i]);
+      float sum = !mine->scale_d ? 0 : before ? before->value : mine->d[i];
       for (int k = 0; k < DEPTH; k++) sum += mine->scale_a * a[row][k] * (mine->scale_b * b[k][column]);
-      (&RESULT(float, lanes[t]))[i] = sum;
+      Sum *held = before ? before : new_sum(lanes[t]);
+      *held = (Sum){sum, lanes[0]->product_groups};
+      (&RESULT(uint32_t, lanes[t]))[i] = NAME + 1 + (held - lanes[t]->sums);
     }
   }
 }
@@ -104,12 +145,13 @@ void wgmma_fence(Lane **lanes, int count) {
 }
 void wgmma_commit(Lane **lanes, int count) { (void)count, lanes[0]->product_groups++; }
 void wgmma_wait(Lane **lanes, int count) {
-  (void)count;
   current = lanes[0];
-  int left = ARGUMENT(int64_t, current, 0);
+  int awaited = current->product_groups - ARGUMENT(int64_t, current, 0);
+  for (int i = 0; i < count; i++)
+    if (lanes[i]->groups_awaited < awaited) lanes[i]->groups_awaited = awaited;
   for (Product **at = &current->products; *at;) {
     Product *product = *at;
-    if (product->group >= current->product_groups - left) {
+    if (product->group >= awaited) {
       at = &product->next;
       continue;
     }
@@ -124,6 +166,7 @@ void products_drop(Lane *lane) {
     lane->products = product->next;
     free(product);
   }
+  lane->sum_count = lane->groups_awaited = 0;
 }
 
 // What a thread has written before is seen by products of its block once a barrier has passed, or by its own.
