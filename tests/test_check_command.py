@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,25 @@ def printed(*lines: Line) -> str:
     out = io.StringIO()
     print_lines(document(*lines), out)
     return out.getvalue()
+
+
+def test_a_finding_is_printed_once_with_the_properties_that_show_it() -> None:
+    race = "race: write of global memory unordered with the read (mojo/kernels/gpu/linear.mojo:9, linear_gemv@sm_80"
+    out = printed(
+        replace(
+            BROKEN,
+            failures=(
+                Failure("reference", "T=2 N=1 K=9 seed=3", f"{race}, block 0 thread 3)"),
+                Failure("repeatable", "T=1 N=1 K=9 seed=0", f"{race}, block 2 thread 0)"),
+                Failure("row_alone", "T=1 N=1 K=1 seed=0", "off"),
+                Failure("identity", "T=1 N=2 K=1 seed=0", f"{race}, block 2 thread 9)"),
+            ),
+        )
+    )
+    assert out.count("race: ") == 1
+    assert "reference: race" in out
+    assert "the same in repeatable, identity" in out
+    assert "row_alone: off" in out
 
 
 def test_a_small_campaign_passes_and_is_recorded(run: Run, tmp_path: Path) -> None:

@@ -35,9 +35,27 @@ def test_help_shows_every_default(run: Run) -> None:
             assert default in out
 
 
-def test_unknown_option_exits_with_2(run: Run) -> None:
-    assert run("generate", "--no-such-option")[0] == 2
-    assert run("no-such-command")[0] == 2
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--no-such-option"], "No such option: --no-such-option: see shipway generate -h"),
+        (["no-such-command"], "No such command 'no-such-command': see shipway -h"),
+        (["targets", "--dtype"], "Option '--dtype' requires an argument: see shipway"),
+        (["check", "--examples", "x"], "'--examples': Input should be a valid integer"),
+        (["inspect"], "Missing argument 'path': see shipway inspect -h"),
+        (["routes", "extra"], "unexpected extra argument(s) (extra): see shipway routes -h"),
+    ],
+)
+def test_wrong_use_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+    monkeypatch.delenv("SHIPWAY_DEV", raising=False)
+    code, _, err = run(*arguments)
+    assert_one_line(code, 2, err, said)
+
+
+def test_no_arguments_print_the_help(run: Run) -> None:
+    code, out, err = run()
+    assert (code, err) == (2, "")
+    assert "targets" in out
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])

@@ -1,6 +1,7 @@
 """Failures a user can cause or cure, each one line that says what to do, each with its exit code."""
 
 import contextlib
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -25,6 +26,11 @@ class CannotRunError(ShipwayError):
     """This machine or environment lacks something (exit code 3). The message says what would make it run."""
 
     exit_code = 3
+
+
+def program() -> str:
+    """Returns what a command begins with as it is typed: in a checkout, or anywhere."""
+    return "./dev" if "SHIPWAY_DEV" in os.environ else "shipway"
 
 
 def this_python(arguments: str) -> str:

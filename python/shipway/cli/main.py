@@ -122,9 +122,11 @@ def _broken(error: BaseException) -> None:
 
 
 def _run() -> int:
-    """Runs the command line; returns its exit code where it does not end by SystemExit."""
+    """Runs the command line; returns its exit code."""
+    from typer.exceptions import TyperException
+
     from shipway.cli.app import app
-    from shipway.errors import ShipwayError
+    from shipway.errors import ShipwayError, program
 
     _answer(_unwind)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -134,11 +136,16 @@ def _run() -> int:
             raise ShipwayError("standard output is closed: redirect it to a file or to /dev/null")
         with contextlib.redirect_stdout(cast(TextIO, _Stream(sys.stdout, _stdout_failed))):
             try:
-                app()
+                return app(prog_name=program(), standalone_mode=False) or 0
             finally:
                 sys.stdout.flush()
     except ShipwayError as error:
         _say(" ".join(str(error).split()))
+        return error.exit_code
+    except TyperException as error:
+        if said := error.format_message():  # nothing where the help has been printed instead
+            command = getattr(error, "ctx", None)
+            _say(f"{said.rstrip('.')}: see {command.command_path if command else program()} -h")
         return error.exit_code
     except _OutputGone:
         return 141
@@ -147,7 +154,6 @@ def _run() -> int:
     except BaseException as error:  # panics of Rust libraries are no Exceptions
         _broken(error)
         return 1
-    return 0
 
 
 def main() -> None:

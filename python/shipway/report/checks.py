@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, TextIO
 
+from shipway.errors import program
 from shipway.report.lines import print_table
 
 
@@ -31,10 +31,12 @@ def print_lines(document: dict[str, Any], out: TextIO) -> None:
         where = f"{line['op']} {line['implementation']} {line['dtype']}"
         for failure in line["known"]:
             print(f"KNOWN {where}: {failure['property']}: {failure['reason']}", file=out)
-        for failure in line["failures"]:
+        for failure, *others in _alike(line["failures"]):
             print(f"FAIL {where}: {failure['property']}: {failure['reason']}", file=out)
             if failure["case"]:
                 print(f"     {reproducer(line, failure)}", file=out)
+            if others:
+                print(f"     the same in {', '.join(other['property'] for other in others)}", file=out)
         if line["reason"]:
             print(f"not run {where}: {line['reason']}", file=out)
     counts = {verdict: sum(line["verdict"] == verdict for line in document["lines"]) for verdict in VERDICTS}
@@ -43,14 +45,21 @@ def print_lines(document: dict[str, Any], out: TextIO) -> None:
         print(f"stopped: {missing} of {document['planned']} lines did not end", file=out)
 
 
+def _alike(failures: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Failures for one reason together; that of a simulated launch ends with the block and thread it was seen in."""
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for failure in failures:
+        alike.setdefault(failure["reason"].partition(", block ")[0], []).append(failure)
+    return list(alike.values())
+
+
 VERDICTS = ("PASS", "KNOWN", "FAIL", "not run")
 
 
 def reproducer(line: dict[str, Any], failure: dict[str, Any]) -> str:
-    """The command that runs one case again, as it is typed in a checkout or anywhere."""
-    program = "./dev" if "SHIPWAY_DEV" in os.environ else "shipway"
+    """The command that runs one case again."""
     return (
-        f"{program} check --op {line['op']} --impl {line['implementation']} --dtype {line['dtype']}"
+        f"{program()} check --op {line['op']} --impl {line['implementation']} --dtype {line['dtype']}"
         f" --case '{failure['case']}'"
     )
 
