@@ -17,10 +17,8 @@ from kernels.register.gpu.attention import launch_attention, partials
 from kernels.register.gpu.gate_up_silu import launch_gate_up_silu
 from kernels.register.gpu.kv_cache import DeviceCache, contiguous, paged
 from kernels.register.gpu.linear import launch_linear
-from kernels.register.gpu.qkv_rope_append import (
-    launch_qkv,
-    launch_rope_append,
-)
+from kernels.register.gpu.qkv import launch_qkv
+from kernels.register.gpu.qkv_rope_append import launch_rope_append
 from kernels.register.gpu.rms_norm import launch_rms_norm
 from kernels.register.qkv_rope_append import check_qkv
 
