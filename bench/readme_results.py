@@ -187,7 +187,7 @@ def check_lines(path: Path, document: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"**{what}** in ulps of the output's dtype, {' / '.join(dtypes)} where it runs in them,"
-            f" over {cases} cases (about {document['examples']} drawn per line, and the pinned traps), {where},"
+            f" over {cases} cases, drawn ones and the pinned traps, {where},"
             f" revision {revision(document)}"
             f" ([{path.name}](bench/results/{path.name})): {total}.{products if simulated else explained}",
             "",

@@ -28,8 +28,8 @@ def check(
     examples: Annotated[
         int | None,
         typer.Option(
-            help="Drawn cases per line, shared out among its properties, each at least 5, beside the pinned ones: 200; "
-            "with --mutants per property: 12."
+            help="Drawn cases per line, shared out among its properties, each at least 5, beside the pinned ones: 200, "
+            "on simulated GPUs 20; with --mutants per property: 12."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
@@ -48,10 +48,8 @@ def check(
     from shipway.ops.catalogue import OPS
     from shipway.report.checks import print_lines, print_mutants
 
-    if examples is None:
-        examples = 12 if mutants else 200
     for option, number, least in (("--examples", examples, 1), ("--seed", seed, 0)):
-        if number < least:
+        if number is not None and number < least:
             raise ShipwayError(f"{option} must be from {least}, not {number}")
     ops = matching(op, list(OPS), "--op")
     if mutants:
@@ -60,7 +58,7 @@ def check(
                 "--mutants takes --op, --examples, --seed and --json: variants are of PyTorch's f32 rows"
             )
         with progress() as show:
-            document = checks.check_mutants(ops, examples, seed, show)
+            document = checks.check_mutants(ops, examples or 12, seed, show)
         _publish(document, print_mutants, json)
         raise typer.Exit(checks.mutants_exit_code(document))
     rows = [row for name in ops for row in OPS[name].implementations.values()]

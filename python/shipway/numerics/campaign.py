@@ -16,6 +16,10 @@ from shipway.numerics.strategies import cases
 from shipway.ops.catalogue import OPS
 from shipway.ops.op import PER_HEAD_DIM, Case, Implementation, Op, Property
 
+EXAMPLES = 200
+"""Cases of a line where a plan gives no number."""
+SIMULATED_EXAMPLES = 20
+"""The same on a simulated device, where a case takes up to seconds."""
 FEWEST = 5
 """Cases a property is given at least, however many share the examples of a line."""
 
@@ -84,13 +88,14 @@ class Plan:
     """How cases are drawn.
 
     Attributes:
-        examples: Cases of a line, shared out among the properties.
+        examples: Cases of a line, shared out among the properties; None for :data:`EXAMPLES`, and
+            :data:`SIMULATED_EXAMPLES` on simulated devices.
         seed: Seed of the draw, with which every property draws cases of its own.
         head_dims: Values of head_dim to draw for implementations that compile one at a time; all of the op's if empty.
         case: The only case to run, instead of drawn ones.
     """
 
-    examples: int = 200
+    examples: int | None = None
     seed: int = 0
     head_dims: tuple[int, ...] = ()
     case: Case | None = None
@@ -124,7 +129,8 @@ def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Watch = la
         return replace(line, verdict="not run", reason=reason)
     runner = OpRunner(op, row, dtype)
     todo = properties(op)
-    share = max(FEWEST, -(-plan.examples // len(todo)))
+    cases_of_line = plan.examples or (SIMULATED_EXAMPLES if row.simulated else EXAMPLES)
+    share = max(FEWEST, -(-cases_of_line // len(todo)))
     failures: list[Failure] = []
     known: list[Failure] = []
     shapes: set[tuple[int, ...]] = set()

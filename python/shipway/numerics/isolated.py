@@ -81,9 +81,8 @@ class _Child:
     def __init__(self, todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> None:
         self.left, self.over = deque(todo), False
         self._show = show
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a forked child would inherit the pools' locks, not their threads
+        # A forked child would inherit the pools' locks, not their threads.
+        context = multiprocessing.get_context("spawn")
         self.pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, list(todo), plan), daemon=True)
         with _environment(POISON):  # read by the C library as the child starts

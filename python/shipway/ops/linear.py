@@ -99,8 +99,7 @@ def _columns_alone(run: Runner, case: Case) -> str:
 def _largest(run: Runner, case: Case) -> str:
     # The largest finite value passes through a product; two of them leave float32, and nothing else does.
     inputs = run.inputs(case.with_dims(K=max(case.dims["K"], 2)))
-    bits = {"f32": 23, "bf16": 7, "f16": 10, "tf32": 10}[run.dtype]
-    largest = (2 - 2.0**-bits) * 2.0 ** (15 if run.dtype == "f16" else 127)
+    largest = tf32.LARGEST if run.dtype == "tf32" else run.format.max_finite
     inputs["x"][:] = 0
     inputs["w"][:] = 0
     inputs["x"][:, [0, -1]] = largest

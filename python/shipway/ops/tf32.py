@@ -8,6 +8,8 @@ ROUNDOFF = 2.0**-11
 """Largest relative error of an operand."""
 PRODUCT = 2 * ROUNDOFF
 """Largest relative error of a product of two operands, to first order."""
+LARGEST = (2 - 2.0**-10) * 2.0**127
+"""Largest finite operand."""
 
 
 def operand(x: np.ndarray) -> np.ndarray:
