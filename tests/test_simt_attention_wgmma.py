@@ -76,6 +76,7 @@ DEFECTS = (
         UNAWAITED,
     ),
     Defect("no_fence", (("        begin_products(scores)\n", ""),), "asynchronous product without a wgmma.fence"),
+    Defect("no_fence_of_sums", (("        begin_products(sums)\n", ""),), "asynchronous product without a wgmma.fence"),
     Defect("flags_overwritten", (("                )\n            barrier()\n", "                )\n"),), ""),
     Defect("outputs_not_awaited", (("    barrier()\n    write_outputs", "    write_outputs"),), "unordered with"),
     Defect("weights_not_masked", (("            mask.hide(scores)", "            pass"),), WRONG),

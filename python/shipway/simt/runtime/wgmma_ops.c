@@ -58,7 +58,16 @@ float simt_settle(float named, uint32_t site) {
     report(RACE, site, 0, "use of the sums of an asynchronous product that no wgmma.wait_group has awaited");
     leave();
   }
+  current->product_fence = 0;
   return sum->value;
+}
+// Whether sums of the lane come from elsewhere than the product before, and no wgmma.fence has come since ordinary code
+// was last given some. That it has written to an A in registers since is not seen.
+static int unfenced(Lane *lane) {
+  Arguments *mine = (Arguments *)lane->arguments;
+  for (int i = 0; i < mine->columns / 2 && !lane->product_fence; i++)
+    if (!sum_of(lane, mine->d[i])) return 1;
+  return 0;
 }
 
 // Address of element (mn, k): bits of the descriptor and canonical layouts of 16-bit types. A transposed matrix is
@@ -100,7 +109,7 @@ static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
   Arguments *first = (Arguments *)lanes[0]->arguments;
   int columns = first->columns;
   for (int i = 0; i < 128; i++)
-    if (!lanes[i]->product_fence) {
+    if (unfenced(lanes[i])) {
       current = lanes[i];
       report(RACE, lanes[i]->site, 0, "asynchronous product without a wgmma.fence before it");
       leave();
