@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from max.driver import CPU, Buffer
+from max.driver import CPU, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, TensorValue, Value
 from torch.utils.dlpack import from_dlpack
 
 from shipway.artefacts import artefact, cpu_target
@@ -23,7 +23,7 @@ from shipway.graphs import ops
 from shipway.graphs.extension import kernels_extension, one_line_errors
 from shipway.signature import SIGNATURES, Number
 
-_OPS = {
+OPS = {
     "embedding": ("embedding",),
     "rms_norm": ("rms_norm",),
     "rope": ("rope",),
@@ -39,8 +39,10 @@ _OPS = {
 }
 """Functions of ``shipway.graphs.ops`` with the catalogue's ops that each serves."""
 
-DTYPES = ("f32", "bf16")
-_HALF_OPS = ("rms_norm",)  # also in f16, whose range a square leaves
+_DTYPES = ("f32", "bf16")
+_MORE_DTYPES = {"rms_norm": ("f16",)}  # whose range a square leaves
+PRODUCTS = ("qkv_rope_append", "linear", "linear_residual", "gate_up_silu", "mlp", "lm_head")
+"""Functions that multiply matrices: on NVIDIA's GPUs, in tf32 where they are asked to."""
 _HEAD_OPS = ("qkv_rope_append", "attention")
 _NUMBERS = {float: DType.float32, int: DType.int32}
 
@@ -48,29 +50,45 @@ _NUMBERS = {float: DType.float32, int: DType.int32}
 class OpCall:
     """One op as a function on torch CPU tensors that ``shipway.signature.check`` lets pass."""
 
-    def __init__(self, models: Mapping[str, Model], name: str, dtype: str) -> None:
-        """Takes the compiled graphs by name, the function's name and the activation dtype."""
+    def __init__(self, models: Mapping[str, Model], name: str, dtype: str, device: Device | None = None) -> None:
+        """Takes the compiled graphs by name, the function's name, the activation dtype, and the device that arrays are
+        copied to and back from, where it is not the tensors' own."""
         self._models = models
         self._name = name
         self._dtype = dtype
+        self._device = device
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         """Runs the op."""
-        return from_dlpack(self.bind(*arguments)())
+        model, given, inputs = self._bound(arguments)
+        out = model.execute(*inputs.values())[0]
+        if self._device is not None:
+            out, *cache = (buffer.to(CPU()) for buffer in (out, *([inputs["cache"]] if "cache" in inputs else [])))
+            self._device.synchronize()
+            if cache:
+                given["cache"].copy_(from_dlpack(cache[0]))
+        return from_dlpack(out)
 
     def bind(self, *arguments: Any) -> Callable[[], Buffer]:
-        """Returns the call alone, its arguments as MAX's buffers, which share the tensors' memory."""
-        signature = SIGNATURES[_OPS[self._name][0]]
+        """Returns the call alone, its arguments as MAX's buffers, which on the CPU share the tensors' memory."""
+        model, _, inputs = self._bound(arguments)
+        return lambda: model.execute(*inputs.values())[0]
+
+    def _bound(self, arguments: tuple[Any, ...]) -> tuple[Model, dict[str, Any], dict[str, Buffer]]:
+        """The graph, the arguments that are given, and these as MAX's buffers."""
+        signature = SIGNATURES[OPS[self._name][0]]
         given = {key: value for key, value in zip(signature, arguments, strict=True) if value is not None}
-        inputs = []
+        inputs = {}
         for key, value in given.items():
             kind = signature[key]
             if isinstance(kind, Number):
-                inputs.append(Buffer.scalar(kind.kind(value), _NUMBERS[kind.kind], CPU()))
+                inputs[key] = Buffer.scalar(kind.kind(value), _NUMBERS[kind.kind], CPU())
             else:
-                inputs.append(Buffer.from_dlpack(value.detach()))
-        model = self._models[_graph_name(self._name, self._dtype, "bias_q" in given, "norm_q" in given)]
-        return lambda: model.execute(*inputs)[0]
+                buffer = Buffer.from_dlpack(value.detach())
+                inputs[key] = buffer if self._device is None else buffer.copy(self._device)
+        if self._device is not None:
+            self._device.synchronize()  # MAX does not order copies before what reads them, at least not on a CPU
+        return self._models[_graph_name(self._name, self._dtype, "bias_q" in given, "norm_q" in given)], given, inputs
 
 
 def load_ops(dtype: str, head_dim: int, only: str | None = None) -> dict[str, Callable[..., torch.Tensor]]:
@@ -86,85 +104,141 @@ def load_ops(dtype: str, head_dim: int, only: str | None = None) -> dict[str, Ca
     Returns:
         A function per catalogue op; arguments as in ``shipway.signature.SIGNATURES``.
     """
-    session = InferenceSession(devices=[CPU()])
-    wanted = [name for name, served in _OPS.items() if only is None or only in served]
+    names = [name for name, served in OPS.items() if only is None or only in served]
+    dtypes = {name: (*_DTYPES, *_MORE_DTYPES.get(name, ())) for name in names}
+    models = load_graphs(InferenceSession(devices=[CPU()]), DeviceRef.CPU(), dtypes, head_dim, {"target": cpu_target()})
+    return {op: OpCall(models, name, dtype) for name in names for op in OPS[name]}
+
+
+def load_graphs(
+    session: InferenceSession,
+    device: DeviceRef,
+    dtypes: Mapping[str, tuple[str, ...]],
+    head_dim: int,
+    target: Mapping[str, object],
+) -> dict[str, Model]:
+    """Compiles (or takes from the artefact cache) ops, those that depend on head_dim apart from the others.
+
+    Args:
+        session: Where they run.
+        device: The device of their arrays.
+        dtypes: Activation dtypes by name of a function of ``shipway.graphs.ops``.
+        head_dim: head_dim of the attention ops.
+        target: What a compiled graph depends on besides.
+    """
     models: dict[str, Model] = {}
     for size in (None, head_dim):
-        if names := [name for name in wanted if (name in _HEAD_OPS) == (size is not None)]:
-            models |= _load(session, names, size)
-    return {op: OpCall(models, name, dtype) for name in wanted for op in _OPS[name]}
+        if some := {name: of for name, of in dtypes.items() if (name in _HEAD_OPS) == (size is not None)}:
+            models |= _load(session, device, some, size, target)
+    return models
 
 
-def _load(session: InferenceSession, names: list[str], head_dim: int | None) -> dict[str, Model]:
+def _load(
+    session: InferenceSession,
+    device: DeviceRef,
+    dtypes: Mapping[str, tuple[str, ...]],
+    head_dim: int | None,
+    target: Mapping[str, object],
+) -> dict[str, Model]:
     """Compiles ops that depend on head_dim, or with ``None`` ops that do not."""
     extension = kernels_extension()
 
     def build(directory: Path) -> None:
         module = Module()
-        for name in names:
-            variants = [(b, n) for b in (0, 1) for n in (0, 1)] if name == "qkv_rope_append" else [(0, 0)]
-            for dtype in (*DTYPES, "f16") if name in _HALF_OPS else DTYPES:
-                for bias, norm in variants:
-                    _build(module, extension, name, dtype, head_dim, bool(bias), bool(norm))
+        for name in dtypes:
+            for dtype in dtypes[name]:
+                for bias, norm in _groups(name):
+                    types = _inputs(device, name, dtype, head_dim, bias, norm)
+                    with Graph(
+                        _graph_name(name, dtype, bias, norm),
+                        input_types=list(types.values()),
+                        custom_extensions=[extension],
+                        module=module,
+                    ) as graph:
+                        given = dict(zip(types, graph.inputs, strict=True))
+                        graph.output(_output(name, dtype, head_dim, given))
         with one_line_errors():
             session.compile(module, custom_extensions=[extension]).export_mef(directory / "ops.mef")
 
     parts = {
         "sources": extension.parent.name,
-        "signatures": repr([SIGNATURES[_OPS[name][0]] for name in names]),
-        "ops": names,
+        "signatures": repr([SIGNATURES[OPS[name][0]] for name in dtypes]),
+        "ops": dtypes,
         "head_dim": head_dim,
-        "target": cpu_target(),
+        **target,
         "max": version("max"),
     }
     made = artefact("ops", parts, build)
     return dict(session.init_all(session.compile(made.path / "ops.mef")))
 
 
+def build_ops(device: DeviceRef, dtype: str, head_dim: int) -> Graph:
+    """One graph of every op in one activation dtype, each with inputs and an output of its own; of tf32 those that
+    multiply."""
+    calls = [(name, *groups) for name in OPS if dtype != "tf32" or name in PRODUCTS for groups in _groups(name)]
+    types = [_inputs(device, name, dtype, head_dim, bias, norm) for name, bias, norm in calls]
+    extension = kernels_extension()
+    every = [one for of_call in types for one in of_call.values()]
+    with Graph(f"ops_{dtype}", input_types=every, custom_extensions=[extension]) as graph:
+        left = iter(graph.inputs)
+        outputs = [
+            _output(name, dtype, head_dim, dict(zip(of_call, left, strict=False)))
+            for (name, *_), of_call in zip(calls, types, strict=True)
+        ]
+        graph.output(*outputs)
+    return graph
+
+
+def _groups(name: str) -> list[tuple[bool, bool]]:
+    """Which of the biases and the norms an op may be given."""
+    may = (False, True) if name == "qkv_rope_append" else (False,)
+    return [(bias, norm) for bias in may for norm in may]
+
+
 def _graph_name(op: str, dtype: str, bias: bool, norm: bool) -> str:
     return f"{op}_{dtype}" + ("_bias" if bias else "") + ("_norm" if norm else "")
 
 
-def _build(
-    module: Module, extension: Path, name: str, dtype: str, head_dim: int | None, bias: bool, norm: bool
-) -> None:
-    device = DeviceRef.CPU()
-    act = ops.DTYPES[dtype]
-    dtypes = {"act": act, "f32": DType.float32, "int32": DType.int32}
+def _act(dtype: str) -> DType:
+    return DType.float32 if dtype == "tf32" else ops.DTYPES[dtype]
+
+
+def _inputs(
+    device: DeviceRef, name: str, dtype: str, head_dim: int | None, bias: bool, norm: bool
+) -> dict[str, TensorType | BufferType]:
+    """Types of an op's arguments by name, without the groups that are not there."""
+    dtypes = {"act": _act(dtype), "f32": DType.float32, "int32": DType.int32}
     absent = [group for group, there in (("biases", bias), ("norms", norm)) if not there]
     types: dict[str, TensorType | BufferType] = {}
-    for key, kind in SIGNATURES[_OPS[name][0]].items():
+    for key, kind in SIGNATURES[OPS[name][0]].items():
         if isinstance(kind, Number):
-            types[key] = TensorType(_NUMBERS[kind.kind], [], device)
+            types[key] = TensorType(_NUMBERS[kind.kind], [], DeviceRef.CPU())
         elif kind.group not in absent:
             dims = [head_dim if dim == "D" and head_dim is not None else dim for dim in kind.dims]
             types[key] = (BufferType if key == "cache" else TensorType)(dtypes[kind.dtype], dims, device)
-    with Graph(
-        _graph_name(name, dtype, bias, norm),
-        input_types=list(types.values()),
-        custom_extensions=[extension],
-        module=module,
-    ) as graph:
-        v: dict[str, Any] = {
-            key: value.buffer if key == "cache" else value.tensor
-            for key, value in zip(types, graph.inputs, strict=True)
-        }
-        if name == "rms_norm":
-            y = ops.rms_norm(**v, act=act)
-        elif name == "qkv_rope_append":
-            y = ops.qkv_rope_append(
-                v["x"],
-                (v["wq"], v["wk"], v["wv"]),
-                (v["bias_q"], v["bias_k"], v["bias_v"]) if bias else None,
-                (v["norm_q"], v["norm_k"]) if norm else None,
-                v["eps"],
-                v["table"],
-                v["cache"],
-                v["offsets"],
-                v["start"],
-                v["layer"],
-                head_dim or 0,
-            )
-        else:
-            y = getattr(ops, name)(**v)
-        graph.output(y)
+    return types
+
+
+def _output(name: str, dtype: str, head_dim: int | None, given: Mapping[str, Value]) -> TensorValue:
+    """The op's output for its arguments."""
+    v: dict[str, Any] = {key: value.buffer if key == "cache" else value.tensor for key, value in given.items()}
+    if name == "rms_norm":
+        return ops.rms_norm(**v, act=_act(dtype))
+    tf32 = {"tf32": True} if dtype == "tf32" and name in PRODUCTS else {}
+    if name == "qkv_rope_append":
+        return ops.qkv_rope_append(
+            v["x"],
+            (v["wq"], v["wk"], v["wv"]),
+            (v["bias_q"], v["bias_k"], v["bias_v"]) if "bias_q" in v else None,
+            (v["norm_q"], v["norm_k"]) if "norm_q" in v else None,
+            v["eps"],
+            v["table"],
+            v["cache"],
+            v["offsets"],
+            v["start"],
+            v["layer"],
+            head_dim or 0,
+            **tf32,
+        )
+    made: TensorValue = getattr(ops, name)(**v, **tf32)
+    return made

@@ -33,6 +33,7 @@ FILES = (
     ("test_check_command.py", NUMERICS),
     ("test_compiled_rows.py", NUMERICS),
     ("test_far_offsets.py", NUMERICS),
+    ("test_gpu_ops.py", NUMERICS),
     ("test_mutants.py", NUMERICS),
     ("test_ops_*.py", NUMERICS),
     ("test_properties*.py", NUMERICS),

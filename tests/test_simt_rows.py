@@ -15,7 +15,7 @@ from shipway.ops.implementations import SIMULATED
 from shipway.ops.op import Implementation, Op
 from shipway.targets.kernels import KERNELS
 
-LINES = [(op, row, dtype) for op, row, dtype in chosen(list(OPS), [], []) if row.simulated]
+LINES = [(op, row, dtype) for op, row, dtype in chosen(list(OPS), [], []) if row.device == "simulated"]
 IN_CI = {f"{op}-mojo@sm_90a-bf16" for op in OPS} | {f"{op}-mojo@gfx942-bf16" for op in ("linear", "attention_prefill")}
 IN_CI |= {"linear-mojo@sm_90a-tf32"}
 HEAD_DIM = 64

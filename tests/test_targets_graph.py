@@ -97,11 +97,11 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """Stands in for the compiler; remembers what was asked of it."""
     asked: list[tuple[str, str, str]] = []
 
-    def compile_decoder(route: str, config: object, dtype: str, arch: Arch, show: object) -> GraphReport:
+    def compile_route(route: str, config: object, dtype: str, arch: Arch, show: object) -> GraphReport:
         asked.append((route, dtype, arch.name))
         return GraphReport(arch, 40.0, True, ("linear", "mo.add", "linear"), (Usage("k", 99, 0, 1024),))
 
-    monkeypatch.setattr(measured, "compile_decoder", compile_decoder)
+    monkeypatch.setattr(measured, "compile_route", compile_route)
     return asked
 
 
@@ -129,7 +129,7 @@ def test_graph_prints_launches_and_kernels(
     ("arguments", "message"),
     [
         (["--graph", "sm_81"], "--graph sm_81 is none of sm_80"),
-        (["--graph", "sm_90a", "--route", "xla"], "--route xla is none of mojo-graph, max-graph, serve"),
+        (["--graph", "sm_90a", "--route", "xla"], "--route xla is none of mojo-graph, max-graph, serve, ops"),
         (["--graph", "sm_90a", "--dtype", "f64"], "--dtype f64 is none of f32, bf16, tf32"),
         (["--graph", "sm_90a", "--dtype", "tf32", "--route", "max-graph"], "--dtype tf32 is none of f32, bf16"),
         (["--graph", "sm_90a,gfx942", "--dtype", "tf32"], "--dtype tf32 is for NVIDIA's targets, not gfx942"),

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 def check(
     op: Annotated[str, typer.Option(help="Ops, separated by commas; * and ? match; all if not given.")] = "*",
     impl: Annotated[
-        str | None, typer.Option(help="Implementations, likewise; all but the simulated mojo@TARGET if not given.")
+        str | None,
+        typer.Option(
+            help="Implementations, likewise; those on the CPU if not given: mojo@TARGET is simulated, mojo-gpu wants a "
+            "GPU."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtypes, likewise.")] = "*",
     examples: Annotated[
@@ -63,7 +67,7 @@ def check(
         raise typer.Exit(checks.mutants_exit_code(document))
     rows = [row for name in ops for row in OPS[name].implementations.values()]
     if impl is None:
-        rows = [row for row in rows if not row.simulated]
+        rows = [row for row in rows if row.device == "cpu"]
     names = matching(impl or "*", list(dict.fromkeys(row.name for row in rows)), "--impl")
     dtypes = matching(dtype, list(dict.fromkeys(name for row in rows for name in row.dtypes)), "--dtype")
     todo = [(o.name, row.name, d) for o, row, d in chosen(ops, names, dtypes)]

@@ -31,19 +31,20 @@ def targets(
     ] = None,
     graph: Annotated[
         str | None,
-        typer.Option(help="Compile the decoder's whole graph for these targets instead, separated by commas."),
+        typer.Option(help="Compile a whole graph for these targets instead, separated by commas."),
     ] = None,
     route: Annotated[
         str | None,
         typer.Option(
-            help="With --graph: whose graph, mojo-graph, max-graph, or serve for our paged KV cache: mojo-graph."
+            help="With --graph: whose graph, mojo-graph, max-graph, serve for our paged KV cache, or ops for each "
+            "of our ops once: mojo-graph."
         ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help=f"With --graph: directory, GGUF file, or a model name: {DEFAULT_MODEL}.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="With --graph: dtype of activations and weights, f32, bf16 or tf32: bf16.")
+        str | None, typer.Option(help="With --graph: dtype of activations and weights, f32, bf16, f16 or tf32: bf16.")
     ] = None,
     json: Json = None,
 ) -> None:
@@ -92,13 +93,13 @@ def _graphs(graph: str, route: str, model: str, dtype: str, json: Path | None) -
     from shipway.model.resolve import resolve
     from shipway.report.targets import print_graphs
     from shipway.targets.arch import ARCHS
-    from shipway.targets.graph import DECODERS
+    from shipway.targets.graph import GRAPHS
 
     archs = [ARCHS[name] for name in matching(graph, list(ARCHS), "--graph")]
-    dtypes = ("f32", "bf16", "tf32") if route == "mojo-graph" else ("f32", "bf16")
-    for option, given, known in (("--route", route, DECODERS), ("--dtype", dtype, dtypes)):
-        if given not in known:
-            raise ShipwayError(f"{option} {given} is none of {', '.join(known)}")
+    if route not in GRAPHS:
+        raise ShipwayError(f"--route {route} is none of {', '.join(GRAPHS)}")
+    if dtype not in GRAPHS[route][1]:
+        raise ShipwayError(f"--dtype {dtype} is none of {', '.join(GRAPHS[route][1])}")
     if dtype == "tf32" and (others := [arch.name for arch in archs if arch.vendor != "nvidia"]):
         raise ShipwayError(f"--dtype tf32 is for NVIDIA's targets, not {', '.join(others)}")
     config = open_checkpoint(resolve(model)).config

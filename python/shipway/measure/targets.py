@@ -10,7 +10,7 @@ from shipway.measure.checks import head
 from shipway.model.config import ModelConfig
 from shipway.targets.arch import Arch
 from shipway.targets.budgets import Budget, exceeded
-from shipway.targets.graph import compile_decoder
+from shipway.targets.graph import compile_route
 from shipway.targets.kernels import Variant
 from shipway.targets.survey import Entry, survey
 
@@ -48,8 +48,8 @@ def _described(entry: Entry) -> dict[str, Any]:
 def compile_graphs(
     route: str, model: str, config: ModelConfig, dtype: str, archs: Sequence[Arch], show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Compiles a decoder's whole graph for targets; returns the document."""
-    reports = [compile_decoder(route, config, dtype, arch, show) for arch in archs]
+    """Compiles a whole graph for targets; returns the document."""
+    reports = [compile_route(route, config, dtype, arch, show) for arch in archs]
     return {
         **head("targets-graph"),
         "route": route,

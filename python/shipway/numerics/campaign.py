@@ -105,10 +105,11 @@ class _Broken(Exception):
     """A property does not hold."""
 
 
-def missing(row: Implementation) -> str:
-    """What has to be installed for a row, as one line; empty when nothing is."""
-    absent = [name for name in row.requires if find_spec(name) is None]
-    return f"{' and '.join(absent)} not installed: {this_python(f'-m pip install {row.install}')}" if absent else ""
+def missing(row: Implementation, dtype: str = "f32") -> str:
+    """What has to be installed for a row, or be in the machine, as one line; empty when nothing is."""
+    if absent := [name for name in row.requires if find_spec(name) is None]:
+        return f"{' and '.join(absent)} not installed: {this_python(f'-m pip install {row.install}')}"
+    return row.absent(dtype)
 
 
 def chosen(ops: list[str], implementations: list[str], dtypes: list[str]) -> Iterator[tuple[Op, Implementation, str]]:
@@ -125,11 +126,11 @@ def chosen(ops: list[str], implementations: list[str], dtypes: list[str]) -> Ite
 def run_line(op: Op, row: Implementation, dtype: str, plan: Plan, on: Watch = lambda _: None) -> Line:
     """Runs every property of one line."""
     line = Line(op.name, row.name, dtype, "PASS", row.bitwise, row.strided)
-    if reason := missing(row):
+    if reason := missing(row, dtype):
         return replace(line, verdict="not run", reason=reason)
     runner = OpRunner(op, row, dtype)
     todo = properties(op)
-    cases_of_line = plan.examples or (SIMULATED_EXAMPLES if row.simulated else EXAMPLES)
+    cases_of_line = plan.examples or (SIMULATED_EXAMPLES if row.device == "simulated" else EXAMPLES)
     share = max(FEWEST, -(-cases_of_line // len(todo)))
     failures: list[Failure] = []
     known: list[Failure] = []

@@ -38,7 +38,7 @@ def run_lines(todo: Sequence[Task], plan: Plan, show: Callable[[str], None]) -> 
         The lines as they end.
     """
     groups = [list(group) for _, group in groupby(todo, key=lambda task: task[1])]
-    for simulated, some in groupby(groups, key=lambda group: _row(*group[0]).simulated):
+    for simulated, some in groupby(groups, key=lambda group: _row(*group[0]).device == "simulated"):
         yield from _side_by_side(deque(some), len(os.sched_getaffinity(0)) if simulated else 1, plan, show)
 
 

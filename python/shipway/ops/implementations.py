@@ -53,7 +53,7 @@ def compiled_rows(
     only: tuple[str, ...] = ("mojo", "max", "jax", "tvm"),
     simulated: tuple[str, ...] = HALF,
 ) -> tuple[Implementation, ...]:
-    """The compiled rows of an op; those of the simulated GPUs last, where it has GPU kernels.
+    """The compiled rows of an op; those of GPUs last, where it has GPU kernels.
 
     Args:
         op: Name of the op.
@@ -68,10 +68,11 @@ def compiled_rows(
         _jax_row(op, known.get("jax", ())),
         _tvm_row(op, known.get("tvm", ())),
     )
-    targets = SIMULATED if any(op in kernel.ops for kernel in KERNELS) else ()
+    on_gpus = any(op in kernel.ops for kernel in KERNELS)
     return (
         *(row for row in compiled if row.name in only),
-        *(_simulated_row(op, target, simulated) for target in targets),
+        *([_gpu_row(op)] if on_gpus and "mojo" in only else []),
+        *(_simulated_row(op, target, simulated) for target in SIMULATED if on_gpus),
     )
 
 
@@ -90,21 +91,49 @@ def _mojo_row(op: str) -> Implementation:
     )
 
 
+def _in_tf32(op: str, target: str) -> bool:
+    return any(variant.tf32 for kernel in KERNELS if op in kernel.ops for variant in kernel.every(target))
+
+
 def _simulated_row(op: str, target: str, dtypes: tuple[str, ...]) -> Implementation:
     """Our Mojo GPU kernels, compiled for a target and run by the simulator; each variant compiles as it is launched."""
-    tf32 = any(variant.tf32 for kernel in KERNELS if op in kernel.ops for variant in kernel.every(target))
     return Implementation(
         f"mojo@{target}",
         lambda dtype, head_dim: _loaded("shipway.simt.rows", dtype, head_dim, target)[op],
-        (*dtypes, "tf32") if tf32 else dtypes,
+        (*dtypes, "tf32") if _in_tf32(op, target) else dtypes,
         strided="refused",
         # A few rows take a GEMV, which sums by multiply-adds; matrix units add in an order that no vendor documents.
         bitwise=False,
         compiled=PER_HEAD_DIM,
         requires=("max", "mojo", "llvmlite"),
         install="max==26.7.0 mojo==1.2.0 llvmlite==0.50.0",
-        simulated=True,
+        device="simulated",
     )
+
+
+def _gpu_row(op: str) -> Implementation:
+    """Our Mojo GPU kernels on this machine's GPU; all ops of a dtype and head_dim compile together."""
+    return Implementation(
+        "mojo-gpu",
+        lambda dtype, head_dim: _loaded("shipway.graphs.gpu_ops", dtype, head_dim)[op],
+        (*HALF, "tf32") if any(_in_tf32(op, target) for target in SIMULATED) else HALF,
+        strided="refused",
+        bitwise=False,  # as on simulated ones
+        compiled=PER_HEAD_DIM,
+        requires=("max", "mojo"),
+        install="max==26.7.0 mojo==1.2.0",
+        device="gpu",
+        absent=_no_gpu,
+    )
+
+
+@lru_cache
+def _no_gpu(dtype: str) -> str:
+    from max.driver import Accelerator, accelerator_count
+
+    if not accelerator_count():
+        return "MAX finds no GPU here: one of NVIDIA's or AMD's with its driver would make it run"
+    return "tf32 wants one of NVIDIA's GPUs" if dtype == "tf32" and Accelerator().api != "cuda" else ""
 
 
 def _max_row(op: str, known: tuple[KnownFailure, ...]) -> Implementation:

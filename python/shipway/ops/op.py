@@ -223,7 +223,8 @@ class Implementation:
         install: What pip installs to get these modules.
         alone: As :attr:`make`, compiling this op only, where :attr:`make` would compile others beside it.
         known: Declared failures; our own kernels have none.
-        simulated: Whether it runs on a simulated device, whose time says nothing.
+        device: ``"cpu"``; ``"gpu"``, this machine's; ``"simulated"``, one whose time says nothing.
+        absent: Says of a dtype, in one line, what part of a machine it needs that is not here; empty when nothing.
     """
 
     name: str
@@ -237,7 +238,8 @@ class Implementation:
     install: str = ""
     alone: Callable[[str, int], Callable[..., Any]] | None = None
     known: tuple[KnownFailure, ...] = ()
-    simulated: bool = False
+    device: str = "cpu"
+    absent: Callable[[str], str] = lambda dtype: ""
 
 
 @dataclass(frozen=True)

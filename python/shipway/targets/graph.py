@@ -83,16 +83,28 @@ def paged_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
     return build_paged_decoder(config, pages, kernels_extension(), device)
 
 
-DECODERS = {"mojo-graph": mojo_decoder, "max-graph": stock_decoder, "serve": paged_decoder}
-"""By the route, or the command, that runs them."""
+def every_op(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
+    """Each of our ops once, as ``check --impl mojo-gpu`` runs them."""
+    from shipway.graphs.single_op import build_ops
+
+    return build_ops(device, dtype, config.head_dim)
 
 
-def compile_decoder(
+GRAPHS = {
+    "mojo-graph": (mojo_decoder, ("f32", "bf16", "tf32")),
+    "max-graph": (stock_decoder, ("f32", "bf16")),
+    "serve": (paged_decoder, ("f32", "bf16")),
+    "ops": (every_op, ("f32", "bf16", "f16", "tf32")),
+}
+"""What builds a graph, and in which dtypes, by the route or the command that runs it; ``ops`` for each op by itself."""
+
+
+def compile_route(
     route: str, config: ModelConfig, dtype: str, arch: Arch, show: Callable[[str], None] = lambda line: None
 ) -> GraphReport:
-    """Compiles a decoder's graph for a target; see :func:`compile_graph`."""
+    """Compiles one of :data:`GRAPHS` for a target; see :func:`compile_graph`."""
     show(f"{arch.name}: compiling the graph of {route}, which takes minutes the first time")
-    build = f"{__name__}:{DECODERS[route].__name__}"
+    build = f"{__name__}:{GRAPHS[route][0].__name__}"
     return compile_graph(build, (config, dtype), {"config": config.computation(), "dtype": dtype}, arch)
 
 
