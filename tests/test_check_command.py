@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,9 +92,9 @@ def test_one_case_runs_alone(run: Run, tmp_path: Path) -> None:
         (["--op", "lineer"], "--op lineer is none of embedding, rms_norm"),
         (["--impl", "cuda"], "--impl cuda is none of torch"),
         (["--dtype", "f64"], "--dtype f64 is none of f32"),
-        (["--examples", "0"], "--examples must be from 1, not 0"),
+        (["--examples", "0"], "--examples must be from 1 to 1000000, not 0"),
         (["--case", "T=1 N=1 K=1"], "--case needs --op"),
-        (["--op", "linear", "--case", "T=1 N=1"], "--case of linear takes T, N, K, not T, N"),
+        (["--op", "linear", "--case", "T=1 N=1"], "--case of linear takes T, N, K; given: T, N"),
         (["--op", "linear", "--case", "T=1 N=1 K=0"], "K goes from 1, not 0"),
         (["--op", "linear", "--case", "T=1 N=9999999 K=9999999"], "does not fit into this machine's memory"),
         (["--op", "linear", "--case", "T=1 N=1 K=x"], "--case: 'K=x': 'x' is not a number"),
@@ -153,6 +157,35 @@ def test_lines_stand_in_the_order_they_were_asked_for_whichever_ended_first() ->
     ended = [Line(*task, "PASS", bitwise=False, strided="refused") for task in reversed(todo)]
     lines = campaign_document(todo, Plan(), ended)["lines"]
     assert [line["implementation"] for line in lines] == ["mojo@sm_80", "mojo@gfx942"]
+
+
+def in_group(group: int) -> list[str]:
+    """The processes of a group that are not its leader."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            found += [file.parent.name] if (int(fields[2]), fields[0] != "Z") == (group, True) else []
+    return [pid for pid in found if pid != str(group)]
+
+
+def test_a_compiler_ends_with_the_line_it_compiled_for(own_cache: Path) -> None:
+    groups: list[int] = []
+
+    def kill_once_it_compiles() -> None:
+        while not (children := multiprocessing.active_children()):
+            time.sleep(0.05)
+        while not in_group(children[0].pid or 0):
+            time.sleep(0.05)
+        groups.append(children[0].pid or 0)
+        children[0].kill()
+
+    killer = threading.Thread(target=kill_once_it_compiles)
+    killer.start()
+    (line,) = run_lines([("greedy", "mojo@sm_80", "f32")], Plan(examples=5), lambda _: None)
+    killer.join()
+    assert line.verdict == "FAIL"
+    assert in_group(groups[0]) == []
 
 
 def test_memory_of_a_campaign_is_full_of_large_numbers() -> None:
@@ -224,11 +257,25 @@ RED = {"property": "reference", "case": "T=1", "reason": "off"}
 def test_a_survivor_a_red_original_and_an_untested_property_fail(
     mutants: list[dict[str, object]], untested: list[list[str]], words: str
 ) -> None:
-    found = {"mutants": mutants, "untested": untested}
+    found = {"planned": len(mutants), "mutants": mutants, "untested": untested}
     out = io.StringIO()
     print_mutants(found, out)
     assert words in out.getvalue()
     assert mutants_exit_code(found) == 1
+
+
+def test_stopped_mutants_keep_what_is_done(monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path) -> None:
+    def one(todo: list[Any], examples: int, seed: int, done: list[dict[str, Any]], show: Any) -> None:
+        done.append({"op": "embedding", "defect": "off", "red": [RED]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "run_mutants", one)
+    file = tmp_path / "mutants.json"
+    code, out, _ = run("check", "--mutants", "--op", "embedding", "--json", file)
+    assert code == 130
+    assert "stopped: 5 of 6 variants did not end" in out
+    assert "UNTESTED" not in out
+    assert len(json.loads(file.read_text())["mutants"]) == 1
 
 
 def test_a_stopped_campaign_keeps_its_finished_lines(monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ def test_location_leads_out_of_the_standard_library() -> None:
     assert line_of(parsed, None) is None
 
 
-def test_location_names_the_file_and_those_that_it_was_inlined_into() -> None:
-    assert line_of(parse(LOCATED), 12) == "mojo/kernels/b.mojo:13 from a.mojo:6"
+def test_location_names_every_call_that_it_was_inlined_into() -> None:
+    assert line_of(parse(LOCATED), 12) == "mojo/kernels/b.mojo:13 from :12 from a.mojo:6"
 
 
 def test_accesses_are_announced_with_size_kind_and_promised_alignment() -> None:
@@ -163,6 +163,17 @@ def test_accesses_are_announced_with_size_kind_and_promised_alignment() -> None:
     made = retarget(parse(module(body, LOCATED)), SHARED, check=True)
     assert made.sites == ["mojo/kernels/a.mojo:6", "near mojo/kernels/a.mojo:6"]
     assert "call void @simt_access" not in rewritten(module(body), check=False)
+
+
+def test_empty_assembly_settles_its_operand_or_is_nothing() -> None:
+    barrier = '  call void asm sideeffect "", "~{memory}"()'
+    settled = '  %s = call float asm sideeffect "", "=f,0"(float 1.0)'
+    lines = rewritten(module(f"{barrier}\n{settled}")).splitlines()
+    assert not any("sideeffect" in line for line in lines)
+    assert sum("call float @simt_settle(float" in line for line in lines) == 1
+    two = '  %s = call float asm sideeffect "", "=f,0,f"(float 1.0, float 2.0)'
+    with pytest.raises(ShipwayError, match="empty assembly of several operands"):
+        rewritten(module(two))
 
 
 def test_shared_variables_get_addresses_one_after_the_other() -> None:

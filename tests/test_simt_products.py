@@ -10,7 +10,17 @@ from shipway.simt.findings import Finding
 from simt_emission import devices
 
 DTYPES = ("bfloat16", "float16")
-DEFECTS = ("no proxy fence", "no barrier", "no fence", "written before the wait", "no wait", "not settled")
+STILL_READ = "write of shared memory that an asynchronous product may still read"
+BROKEN = {
+    "no proxy fence": "asynchronous product reads what no fence.proxy.async has followed",
+    "no barrier": "",
+    "no fence": "asynchronous product without a wgmma.fence before it",
+    "written before the wait": STILL_READ,
+    "read and written before the wait": STILL_READ,
+    "written before the wait of another group": STILL_READ,
+    "no wait": "use of the sums of an asynchronous product that no wgmma.wait_group has awaited",
+    "descriptors differ": "of other descriptors or scales than the warpgroup's first lane",
+}
 
 
 def shared(dtype: str, columns: int, swizzled: bool, defect: str = "") -> str:
@@ -19,7 +29,7 @@ def shared(dtype: str, columns: int, swizzled: bool, defect: str = "") -> str:
 
 WANTED = [
     *(shared(dtype, columns, swizzled) for dtype in DTYPES for columns in (64, 128) for swizzled in (False, True)),
-    *(shared("bfloat16", 64, False, defect) for defect in DEFECTS),
+    *(shared("bfloat16", 64, False, defect) for defect in (*BROKEN, "not settled")),
     "from_registers[DType.bfloat16]",  # Mojo has no other
 ]
 
@@ -71,16 +81,7 @@ def test_products_of_registers_and_a_shared_matrix_along_its_rows() -> None:
     check(out, a.double() @ b.double())
 
 
-@pytest.mark.parametrize(
-    ("defect", "said"),
-    [
-        ("no proxy fence", "asynchronous product reads what no fence.proxy.async has followed"),
-        ("no barrier", ""),
-        ("no fence", "asynchronous product without a wgmma.fence before it"),
-        ("written before the wait", "write of shared memory that an asynchronous product may still read"),
-        ("no wait", "use of the sums of an asynchronous product that no wgmma.wait_group has awaited"),
-    ],
-)
+@pytest.mark.parametrize(("defect", "said"), BROKEN.items())
 def test_broken_products_are_found(defect: str, said: str) -> None:
     a, b = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
     found: list[str] = []

@@ -9,6 +9,7 @@ from command_line import Run, assert_one_line
 from shipway.errors import ShipwayError
 from shipway.measure import targets as measured
 from shipway.model.config import ModelConfig
+from shipway.targets import graph
 from shipway.targets.arch import ARCHS, Arch
 from shipway.targets.compiler import OBJECT
 from shipway.targets.emit import emit
@@ -65,7 +66,7 @@ def test_kernels_are_read_out_of_a_compiled_graph(
 def test_graph_that_does_not_compile_is_one_line(build: str, message: str, own_cache: Path) -> None:
     with pytest.raises(ShipwayError) as caught:
         compile_graph(f"small_graph:{build}", (), {}, ARCHS["sm_90a"])
-    assert str(caught.value) == f"small_graph:{build} does not compile for sm_90a: {message}"
+    assert str(caught.value) == f"the graph does not compile for sm_90a: {message}"
 
 
 @pytest.mark.slow
@@ -105,6 +106,23 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     return asked
 
 
+def test_a_graph_that_fails_fails_the_command_and_loses_no_other(
+    run: Run, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_graph(build: str, arguments: object, parts: object, arch: Arch) -> GraphReport:
+        if arch.name == "sm_90a":
+            raise ShipwayError("the graph does not compile for sm_90a: k.mojo:1:2: error: no such op")
+        return GraphReport(arch, 40.0, True, ("linear",), (Usage("k", 99, 0, 1024),))
+
+    monkeypatch.setattr(graph, "compile_graph", compile_graph)
+    file = tmp_path / "g.json"
+    code, out, _ = run("targets", "--graph", "sm_90a,gfx942", "--model", checkpoint, "--json", file)
+    assert code == 1
+    assert "FAIL mojo-graph bf16 sm_90a: the graph does not compile for sm_90a: k.mojo:1:2: error: no such op" in out
+    assert "mojo-graph bf16 gfx942: 1 launches" in out
+    assert [bool(entry["error"]) for entry in json.loads(file.read_text())["graphs"]] == [True, False]
+
+
 def test_graph_prints_launches_and_kernels(
     run: Run, decoders: list[tuple[str, str, str]], checkpoint: str, tmp_path: Path
 ) -> None:
@@ -117,7 +135,7 @@ def test_graph_prints_launches_and_kernels(
     assert document["graphs"][0]["launches"] == ["linear", "mo.add", "linear"]
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[:4] == [
-        "mojo-graph bf16 sm_90a: 3 launches a step, 2 different, 1 kernels, compiled in 40 s",
+        "mojo-graph bf16 sm_90a: 3 launches, 2 different, 1 kernels, compiled in 40 s",
         "launches of",
         "2 linear",
         "1 mo.add",
@@ -133,7 +151,7 @@ def test_graph_prints_launches_and_kernels(
         (["--graph", "sm_90a", "--dtype", "f64"], "--dtype f64 is none of f32, bf16, tf32"),
         (["--graph", "sm_90a", "--dtype", "tf32", "--route", "max-graph"], "--dtype tf32 is none of f32, bf16"),
         (["--graph", "sm_90a,gfx942", "--dtype", "tf32"], "--dtype tf32 is for NVIDIA's targets, not gfx942"),
-        (["--graph", "sm_90a", "--target", "sm_80"], "kernels of a graph have no budgets"),
+        (["--graph", "sm_90a", "--target", "sm_80"], "--graph names the targets"),
     ],
 )
 def test_wrong_usage_of_graph_is_one_line(

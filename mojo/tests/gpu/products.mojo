@@ -52,6 +52,8 @@ def from_shared[
     var c = SIMD[DType.float32, N // 2](0)
     comptime if defect != "no fence":
         wgmma_fence_aligned()
+    comptime if defect == "descriptors differ":
+        sa = sa.unsafe_offset(8 * 64 if i == 77 else 0)
     comptime for step in range(4):
         comptime if SWIZZLED:
             var da = WGMMADescriptor[t].create[
@@ -76,6 +78,23 @@ def from_shared[
     wgmma_commit_group_sync()
     comptime if defect == "written before the wait":
         sa[unsafe_offset=i] = 0
+    comptime if defect == "read and written before the wait":
+        o[unsafe_offset=i] = sa[unsafe_offset=i].cast[DType.float32]()
+        barrier()
+        sa[unsafe_offset=i] = 0
+    comptime if defect == "written before the wait of another group":
+        var d = SIMD[DType.float32, N // 2](0)
+        d = wgmma_async[64, N, 16, DType.float32, N // 2, a_type=t, b_type=t](
+            WGMMADescriptor[t].create[8, 64](sa),
+            WGMMADescriptor[t].create[8, N](sb),
+            d,
+        )
+        wgmma_commit_group_sync()
+        wgmma_wait_group_sync[1]()
+        barrier()
+        sa[unsafe_offset=i] = 0
+        barrier()
+        o[unsafe_offset=i] = d[0]
     comptime if defect != "no wait":
         wgmma_wait_group_sync()
     comptime if defect != "not settled":

@@ -49,21 +49,30 @@ def check(
     """
     from shipway.measure import checks
     from shipway.numerics.campaign import Plan, chosen
+    from shipway.numerics.mutants import mutants as all_mutants
     from shipway.ops.catalogue import OPS
     from shipway.report.checks import print_lines, print_mutants
 
-    for option, number, least in (("--examples", examples, 1), ("--seed", seed, 0)):
-        if number is not None and number < least:
-            raise ShipwayError(f"{option} must be from {least}, not {number}")
+    for option, number, least, most in (("--examples", examples, 1, 10**6), ("--seed", seed, 0, 2**63)):
+        if number is not None and not least <= number <= most:
+            raise ShipwayError(f"{option} must be from {least} to {most}, not {number}")
+    if case is not None and examples is not None:
+        raise ShipwayError("--case runs one case: --examples is for drawn ones")
     ops = matching(op, list(OPS), "--op")
     if mutants:
         if impl is not None or dtype != "*" or case is not None:
             raise ShipwayError(
                 "--mutants takes --op, --examples, --seed and --json: variants are of PyTorch's f32 rows"
             )
-        with progress() as show:
-            document = checks.check_mutants(ops, examples or 12, seed, show)
-        _publish(document, print_mutants, json)
+        broken = [mutant for mutant in all_mutants() if mutant.op in ops]
+        red: list[dict[str, Any]] = []
+        try:
+            with progress() as show:
+                checks.run_mutants(broken, examples or 12, seed, red, show)
+        finally:
+            document = checks.mutants_document(ops, examples or 12, seed, len(broken), red)
+            if red:
+                _publish(document, print_mutants, json)
         raise typer.Exit(checks.mutants_exit_code(document))
     rows = [row for name in ops for row in OPS[name].implementations.values()]
     if impl is None:
@@ -115,7 +124,7 @@ def _parsed(line: str, ops: list[str]) -> Case:
     except ValueError as error:
         raise ShipwayError(f"--case: {error}") from None
     if set(case.dims) != set(op.dims):
-        raise ShipwayError(f"--case of {op.name} takes {', '.join(op.dims)}, not {', '.join(case.dims) or 'no dims'}")
+        raise ShipwayError(f"--case of {op.name} takes {', '.join(op.dims)}; given: {', '.join(case.dims) or 'none'}")
     check_dims(op, case.dims)
     for word, given, known in (("distribution", case.distribution, FILLS), ("layout", case.layout, LAYOUTS)):
         if given not in known:

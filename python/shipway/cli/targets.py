@@ -44,7 +44,8 @@ def targets(
         str | None, typer.Option(help=f"With --graph: directory, GGUF file, or a model name: {DEFAULT_MODEL}.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="With --graph: dtype of activations and weights, f32, bf16, f16 or tf32: bf16.")
+        str | None,
+        typer.Option(help="With --graph: dtype of activations and weights, f32, bf16, tf32, of ops also f16: bf16."),
     ] = None,
     json: Json = None,
 ) -> None:
@@ -58,7 +59,9 @@ def targets(
             raise ShipwayError("--route, --model and --dtype go with --graph: kernels are compiled in all their dtypes")
         _kernels(kernel, target, budgets, json)
     if (kernel, target, budgets) != ("*", "*", None):
-        raise ShipwayError("--graph takes --route, --model, --dtype and --json: kernels of a graph have no budgets")
+        raise ShipwayError(
+            "--graph names the targets; it takes --route, --model, --dtype and --json, and has no budgets"
+        )
     _graphs(
         graph,
         "mojo-graph" if route is None else route,
@@ -88,7 +91,7 @@ def _kernels(kernel: str, target: str, budgets: Path | None, json: Path | None) 
 
 
 def _graphs(graph: str, route: str, model: str, dtype: str, json: Path | None) -> NoReturn:
-    from shipway.measure.targets import compile_graphs
+    from shipway.measure.targets import compile_graphs, exit_code
     from shipway.model.checkpoint import open_checkpoint
     from shipway.model.resolve import resolve
     from shipway.report.targets import print_graphs
@@ -110,7 +113,7 @@ def _graphs(graph: str, route: str, model: str, dtype: str, json: Path | None) -
     finally:
         if json is not None:
             write_json(json, document)
-    raise typer.Exit(0)
+    raise typer.Exit(exit_code(document))
 
 
 def _variants(patterns: str) -> list[Variant]:

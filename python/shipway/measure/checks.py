@@ -10,7 +10,7 @@ from typing import Any
 from shipway.measure.environment import describe_environment
 from shipway.numerics.campaign import Line, Plan, properties
 from shipway.numerics.isolated import Task, run_lines
-from shipway.numerics.mutants import mutants, red
+from shipway.numerics.mutants import Mutant, red
 from shipway.ops.catalogue import OPS
 
 SCHEMA_VERSION = 1
@@ -36,24 +36,36 @@ def campaign_document(todo: Sequence[Task], plan: Plan, done: Sequence[Line]) ->
     }
 
 
-def check_mutants(ops: Sequence[str], examples: int, seed: int, show: Callable[[str], None]) -> dict[str, Any]:
-    """Runs every broken variant of ``ops`` through every property; returns the document.
-
-    ``untested`` holds the properties that no variant turned red.
-    """
+def run_mutants(
+    todo: Sequence[Mutant], examples: int, seed: int, done: list[dict[str, Any]], show: Callable[[str], None]
+) -> None:
+    """Runs broken variants through every property; appends what turned red to ``done`` as each ends."""
     import torch
 
     torch.set_num_threads(1)  # as in a campaign's processes
-    todo = [mutant for mutant in mutants() if mutant.op in ops]
-    entries = []
-    tested: set[tuple[str, str]] = set()
     for number, mutant in enumerate(todo):
         show(f"{number + 1} of {len(todo)}: {mutant.op}: {mutant.defect or 'unbroken'}")
         failures = red(mutant, examples, seed)
-        tested |= {(mutant.op, failure.property) for failure in failures if mutant.defect}
-        entries.append({"op": mutant.op, "defect": mutant.defect, "red": [asdict(failure) for failure in failures]})
-    untested = [[op, prop.name] for op in ops for prop in properties(OPS[op]) if (op, prop.name) not in tested]
-    return {**head("check-mutants"), "examples": examples, "seed": seed, "mutants": entries, "untested": untested}
+        done.append({"op": mutant.op, "defect": mutant.defect, "red": [asdict(failure) for failure in failures]})
+
+
+def mutants_document(
+    ops: Sequence[str], examples: int, seed: int, planned: int, done: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the document of the variants of ``ops`` that are done, of ``planned``.
+
+    ``untested`` holds the properties that no variant turned red, once all are done.
+    """
+    tested = {(entry["op"], failure["property"]) for entry in done if entry["defect"] for failure in entry["red"]}
+    every = [[op, prop.name] for op in ops for prop in properties(OPS[op])] if len(done) == planned else []
+    return {
+        **head("check-mutants"),
+        "examples": examples,
+        "seed": seed,
+        "planned": planned,
+        "mutants": list(done),
+        "untested": [[op, name] for op, name in every if (op, name) not in tested],
+    }
 
 
 def head(command: str) -> dict[str, Any]:

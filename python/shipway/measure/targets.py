@@ -60,6 +60,7 @@ def compile_graphs(
                 "target": report.arch.name,
                 "compile_s": report.compile_s,
                 "compile_cold": report.cold,
+                "error": report.error,
                 "launches": list(report.launches),
                 "kernels": [asdict(kernel) for kernel in report.kernels],
             }
@@ -69,5 +70,5 @@ def compile_graphs(
 
 
 def exit_code(document: dict[str, Any]) -> int:
-    """Returns 1 if a kernel does not compile or does not keep a budget, else 0."""
-    return 1 if document["exceeded"] else 0
+    """Returns 1 if a kernel or a graph does not compile, or a kernel does not keep a budget, else 0."""
+    return 1 if document.get("exceeded") or any(graph["error"] for graph in document.get("graphs", ())) else 0

@@ -3,13 +3,13 @@ process costs one line."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -59,6 +59,7 @@ def _side_by_side(waiting: deque[list[Task]], most: int, plan: Plan, show: Calla
                     continue
                 if line is not None:
                     yield line
+                    child.go_on()
                 if child.over:
                     running.remove(child)
                     child.end()
@@ -88,12 +89,13 @@ class _Child:
         with _environment(POISON):  # read by the C library as the child starts
             self._process.start()
         there.close()
-        self._next()
+        self.go_on()
 
-    def _next(self) -> None:
+    def go_on(self) -> None:
+        """Takes it to be at its next line, if it has one."""
         self._doing, self._heard = ("compilation", ""), time.monotonic()
-        self.over = not self.left
-        if self.left:
+        self.over = self.over or not self.left
+        if not self.over:
             self._show(", ".join(self.left[0]))
 
     def silent_s(self) -> float:
@@ -110,7 +112,6 @@ class _Child:
             return self.given_up(f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
         if isinstance(message, Line):
             self.left.popleft()
-            self._next()
             return message
         self._doing, self._heard = message, time.monotonic()
         return None
@@ -124,13 +125,16 @@ class _Child:
         return Line(op, implementation, dtype, "FAIL", row.bitwise, row.strided, failures=(failure,))
 
     def end(self) -> None:
-        """Ends the process: one that loops in a kernel answers to nothing less."""
+        """Ends the process, one that loops in a kernel answers to nothing less, and the compilers it has started."""
         self._process.kill()
+        assert self._process.pid
+        with contextlib.suppress(ProcessLookupError):  # it has not come as far as having a group
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
         self.pipe.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -148,6 +152,7 @@ def _serve(pipe: Connection, todo: Sequence[Task], plan: Plan) -> None:
     """The child: sends each property and case as they start, then the line."""
     import torch
 
+    os.setpgid(0, 0)  # what it starts ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
     # The base is PyTorch's, its pool and the implementation's both spin: on few cores they would stop each other.
     torch.set_num_threads(1)

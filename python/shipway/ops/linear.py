@@ -24,7 +24,14 @@ DIMS = {
 }
 GEMV, GEMM = (Case({"T": rows, "N": 97, "K": 1040}) for rows in (1, 5))  # neither N nor K is a multiple of a tile
 FORKED = Case({"T": 65, "N": 97, "K": 1040})  # enough for several threads, one of its rows for one only
-TRAPS = (GEMV, GEMM, FORKED, *(Case({"T": rows, "N": 65, "K": hidden}) for rows in (1, 9) for hidden in (576, 960)))
+TILES = Case({"T": 65, "N": 129, "K": 40})  # more large tiles than a simulated launch has blocks: one follows another
+TRAPS = (
+    GEMV,
+    GEMM,
+    FORKED,
+    TILES,
+    *(Case({"T": rows, "N": 65, "K": hidden}) for rows in (1, 9) for hidden in (576, 960)),
+)
 FILLS = ("normal", "uniform", "constant", "spike", "zero_row", "alternating", "tiny")
 
 

@@ -59,7 +59,10 @@ OP = Op(
     reference=reference,
     result="out",
     strided=("x", "w"),
-    traps=(Case({"T": 9, "V": 257, "K": 1040, "R": 9}),),  # enough for several threads
+    traps=(
+        Case({"T": 9, "V": 257, "K": 1040, "R": 9}),  # enough for several threads
+        Case({"T": 66, "V": 129, "K": 40, "R": 65}),  # of tiles as in linear
+    ),
     properties=(
         repeatable(),
         row_alone("out", "rows"),

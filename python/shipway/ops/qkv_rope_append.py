@@ -298,6 +298,7 @@ TRAPS = (
     ONE.with_dims(length=5, rotary_quarters=1, norm=1),  # partial rotary
     *(ONE.with_dims(length=3, start=4, head_dim=head_dim, norm=1) for head_dim in (16, 80, 96, 128, 160)),
     ONE.with_dims(length=17, K=1040),  # enough for several threads
+    ONE.with_dims(length=65, K=40),  # of tiles as in linear
 )
 
 OP = Op(

@@ -12,13 +12,14 @@ def print_lines(document: dict[str, Any], out: TextIO) -> None:
     """Prints one aligned line per op, implementation and dtype, then what failed and how to run it again."""
     rows = [["op", "implementation", "dtype", "examples", "shapes", "worst ulps", "cosine diff", "bitwise", "verdict"]]
     for line in document["lines"]:
-        ran = line["examples"] > 0  # nothing is known of one whose process died
+        # Nothing is known of a line whose process died, or which failed before any output was judged.
+        ran = line["examples"] > 0 and (line["verdict"] != "FAIL" or line["max_ulps"] > 0)
         rows.append(
             [
                 line["op"],
                 line["implementation"],
                 line["dtype"],
-                str(line["examples"]) if ran else "-",
+                str(line["examples"] or "-"),
                 str(line["shapes"] or "-"),
                 f"{line['max_ulps']:.2f}" if ran else "-",
                 f"{line['cosine_diff']:.1e}" if ran else "-",
@@ -79,6 +80,8 @@ def print_mutants(document: dict[str, Any], out: TextIO) -> None:
             print(f"FAIL {entry['op']}: the unbroken form is red: {entry['red'][0]['reason']}", file=out)
     for op, prop in document["untested"]:
         print(f"UNTESTED {op}: no variant turns {prop} red", file=out)
+    if missing := document["planned"] - len(document["mutants"]):
+        print(f"stopped: {missing} of {document['planned']} variants did not end", file=out)
     broken = [entry for entry in document["mutants"] if entry["defect"]]
     killed = sum(bool(entry["red"]) for entry in broken)
     print(f"{killed} of {len(broken)} broken variants turn red", file=out)

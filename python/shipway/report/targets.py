@@ -48,8 +48,11 @@ def print_graphs(document: dict[str, Any], out: TextIO) -> None:
     """Prints for each target the launches of one decode step, equal ones together, then the kernels."""
     for graph in document["graphs"]:
         launches, kernels = graph["launches"], graph["kernels"]
+        if graph["error"]:
+            print(f"FAIL {document['route']} {document['dtype']} {graph['target']}: {graph['error']}", file=out)
+            continue
         print(
-            f"{document['route']} {document['dtype']} {graph['target']}: {len(launches)} launches a step, "
+            f"{document['route']} {document['dtype']} {graph['target']}: {len(launches)} launches, "
             f"{len(set(launches))} different, {len(kernels)} kernels, compiled in {graph['compile_s']:.0f} s",
             file=out,
         )

@@ -24,8 +24,8 @@ class Finding(ValueError):
 
     Attributes:
         kind: One of :data:`KINDS`.
-        line: ``path:line`` of the Mojo source, ``from file:line`` of who called what lies in another file; after
-            ``near`` the line before, where the compiler has left none; or :data:`UNKNOWN`.
+        line: ``path:line`` of the Mojo source, ``from file:line`` of each call that led there; after ``near`` the
+            line before, where the compiler has left none; or :data:`UNKNOWN`.
     """
 
     def __init__(self, kind: str, what: str, line: str, kernel: str, block: int, thread: int) -> None:

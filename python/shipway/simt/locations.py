@@ -1,4 +1,4 @@
-"""Where an instruction comes from: its debug location out of the standard library, and the files that called it."""
+"""Where an instruction comes from: its debug location out of the standard library, and the calls that led there."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ def _reference(value: str | None) -> int | None:
 
 def line_of(module: Module, location: int | None) -> str | None:
     """Returns ``path:line`` of the innermost call that stands in a file here, ``None`` where there is none, and
-    ``from file:line`` for each other file that it was inlined into.
+    ``from file:line`` for each call that it was inlined into, without the file's name where it is the one before.
 
     The standard library's files carry relative names; those of a user are absolute.
     """
-    line, named = "", set()
+    line = last = ""
     while location is not None and (found := module.metadata.get(location)):
         path = _file(module, _reference(_attribute(found, "scope")))
-        if path.startswith("/") and path not in named:
-            line += f" from {Path(path).name}" if line else _short(path)
+        if path.startswith("/"):
+            file = Path(path).name if path != last else ""
+            line += f" from {file}" if line else _short(path)
             line += f":{_attribute(found, 'line')}"
-            named.add(path)
+            last = path
         location = _reference(_attribute(found, "inlinedAt"))
     return line or None
 

@@ -277,8 +277,17 @@ class _Retargeting:
             name, call = product(call)
         if not call.is_asm and name.startswith(_HINTS):
             return
-        if call.is_asm and not call.callee.strip():  # its result is its operand: it only keeps compilers from moving it
-            (kind, value), *_ = call.arguments
+        if (
+            call.is_asm and not call.callee.strip()
+        ):  # it only keeps compilers from moving what is around it, or its operand
+            if not instruction.result:
+                return
+            if len(call.arguments) != 1:
+                line = line_of(self.module, instruction.location) or UNKNOWN
+                raise ShipwayError(
+                    f"{self.result.kernel} has empty assembly of several operands at {line}: not simulated"
+                )
+            ((kind, value),) = call.arguments
             kind_text, operand = self._plain(kind), self._plain(value)
             if kind_text == "float":
                 site = self._site(instruction)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shipway.artefacts import artefact, source_of
-from shipway.errors import ShipwayError
+from shipway.errors import CannotRunError, ShipwayError
 from shipway.graphs.extension import first_error, source_hash
 from shipway.model.config import ModelConfig
 from shipway.targets import virtual_device
@@ -41,6 +41,7 @@ class GraphReport:
         cold: Whether this call compiled it.
         launches: What one execution launches, in order, each with what was fused into it.
         kernels: The kernels that were compiled for it; a launch chooses among several where it depends on sizes.
+        error: Why it does not compile, in one line; empty where it does.
     """
 
     arch: Arch
@@ -48,6 +49,7 @@ class GraphReport:
     cold: bool
     launches: tuple[str, ...]
     kernels: tuple[Usage, ...]
+    error: str = ""
 
 
 def mojo_decoder(device: DeviceRef, config: ModelConfig, dtype: str) -> Graph:
@@ -102,10 +104,15 @@ GRAPHS = {
 def compile_route(
     route: str, config: ModelConfig, dtype: str, arch: Arch, show: Callable[[str], None] = lambda line: None
 ) -> GraphReport:
-    """Compiles one of :data:`GRAPHS` for a target; see :func:`compile_graph`."""
+    """Compiles one of :data:`GRAPHS` for a target; returns what :func:`compile_graph` does, or its error."""
     show(f"{arch.name}: compiling the graph of {route}, which takes minutes the first time")
     build = f"{__name__}:{GRAPHS[route][0].__name__}"
-    return compile_graph(build, (config, dtype), {"config": config.computation(), "dtype": dtype}, arch)
+    try:
+        return compile_graph(build, (config, dtype), {"config": config.computation(), "dtype": dtype}, arch)
+    except CannotRunError:
+        raise
+    except ShipwayError as error:
+        return GraphReport(arch, 0.0, True, (), (), str(error))
 
 
 def compile_graph(build: str, arguments: tuple[Any, ...], parts: Mapping[str, object], arch: Arch) -> GraphReport:
@@ -130,7 +137,7 @@ def compile_graph(build: str, arguments: tuple[Any, ...], parts: Mapping[str, ob
             fresh = {**os.environ, "MODULAR_CACHE_DIR": temporary}  # what MAX kept is not compiled, nor described
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=fresh)
             if done.returncode:
-                raise ShipwayError(f"{build} does not compile for {arch.name}: {_reason(work, done)}")
+                raise ShipwayError(f"the graph does not compile for {arch.name}: {_reason(work, done)}")
             kernels = read_kernels((work / MEF).read_bytes())
             report = {"launches": json.loads((work / LAUNCHES).read_text()), "kernels": [asdict(k) for k in kernels]}
             (folder / _REPORT).write_text(json.dumps(report))

@@ -90,7 +90,6 @@ static int same_moment(const Stamp *stamp, const Stamp *now) {
 
 // The reader to remember of a granule that `before` has read: both, where no order between them is known.
 static void note_read(Stamp *before, uint32_t site, uint32_t flags) {
-  if (!(flags & PENDING)) before->flags &= ~PENDING;
   Lane *lane = current;
   Stamp now = lane->now;
   now.site = site;
@@ -134,12 +133,12 @@ static void touch(Shadow *shadow, int64_t count, int write, const char *at, uint
       if (!same_moment(&shadow->read, &lane->now)) note_read(&shadow->read, site, flags);
       continue;
     }
-    Stamp *reader = &shadow->read;
-    int read = shared ? reader->block == lane->now.block : reader->block > shadow_base;
-    if (read && reader->flags & PENDING) {
-      report(RACE, site, reader->site, "write of shared memory that an asynchronous product may still read");
+    if (shadow->products) {
+      report(RACE, site, shadow->product_site, "write of shared memory that an asynchronous product may still read");
       leave();
     }
+    Stamp *reader = &shadow->read;
+    int read = shared ? reader->block == lane->now.block : reader->block > shadow_base;
     if (read && !same_moment(reader, &lane->now) && !atomic_pair(reader, flags) && !ordered(reader, 0)) {
       race("write", at, (i << granule), reader, "read", site);
       leave();
@@ -161,6 +160,16 @@ void through_proxy(const char *at, int64_t size, uint32_t site) {
     if (last->block != lane->now.block || last->clock < block->lanes[last->lane].proxied || last->epoch < lane->proxy_view) continue;
     report(RACE, site, last->site, "asynchronous product reads what no fence.proxy.async has followed");
     leave();
+  }
+}
+
+// Counts the asynchronous products that may still read bytes of the shared memory of a lane's block: one more or one less.
+void held_by_products(const Lane *lane, const char *at, int64_t size, uint32_t site, int change) {
+  int64_t offset = at - launch->shared;
+  for (int64_t i = offset >> launch->shared_granule; i <= (offset + size - 1) >> launch->shared_granule; i++) {
+    Shadow *shadow = lane->block->shadow + i;
+    shadow->products += change;
+    shadow->product_site = site;
   }
 }
 

@@ -37,6 +37,7 @@ enum { OF_WARP = 1, OF_BLOCK = 2, ATOMIC = 4, IN_BLOCK = 8, PENDING = 16 };
 
 typedef struct {
   Stamp write, read;
+  uint16_t products, product_site;  // asynchronous products that may still read it, of shared memory; one of their sites
 } Shadow;
 
 // Memory that an argument names.
@@ -148,6 +149,7 @@ void shadow_free(size_t kept);  // unless it is no larger
 void checked(char *at, int64_t size, int write, int align, uint32_t site, uint32_t flags);
 int in_shared(const char *at);
 void through_proxy(const char *at, int64_t size, uint32_t site);
+void held_by_products(const Lane *lane, const char *at, int64_t size, uint32_t site, int change);
 Buffer *buffer_of(const char *at, int64_t size);
 // copies.c
 void copies_drop(Lane *lane);

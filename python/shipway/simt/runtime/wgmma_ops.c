@@ -31,13 +31,18 @@ struct Sum {
   int group;
 };
 
-// Signalling NaNs, which no arithmetic returns: NAME + 1 + place among the lane's sums.
-enum { NAME = 0x7F800000, MOST_SUMS = 0x3FFFFF };
+// Signalling NaNs, which no arithmetic returns: NAME + place among the lane's sums. Data hardly has NAME.
+enum { NAME = 0x7F8B5D2E, MOST_SUMS = 0x7FC00000 - NAME };
 
 static Sum *sum_of(Lane *lane, float named) {
   uint32_t bits;
   memcpy(&bits, &named, 4);
-  return bits - NAME - 1 < (uint32_t)lane->sum_count ? lane->sums + (bits - NAME - 1) : 0;
+  return bits - NAME < (uint32_t)lane->sum_count ? lane->sums + (bits - NAME) : 0;
+}
+static void out_of_memory(Lane *lane) {
+  current = lane;
+  report(UNSUPPORTED, lane->site, 0, "no memory for the sums of asynchronous products");
+  leave();
 }
 static Sum *new_sum(Lane *lane) {
   if (lane->sum_count == MOST_SUMS) {
@@ -47,7 +52,9 @@ static Sum *new_sum(Lane *lane) {
   }
   if (lane->sum_count == lane->sum_room) {
     lane->sum_room = lane->sum_room ? 2 * lane->sum_room : MOST_COLUMNS / 2;
-    lane->sums = realloc(lane->sums, lane->sum_room * sizeof *lane->sums);
+    Sum *larger = realloc(lane->sums, lane->sum_room * sizeof *lane->sums);
+    if (!larger) out_of_memory(lane);
+    lane->sums = larger;
   }
   return lane->sums + lane->sum_count++;
 }
@@ -90,37 +97,50 @@ static char *element(uint64_t descriptor, int transposed, int mn, int k) {
   return launch->shared + place;
 }
 
-// Checks the reads of one operand, 16 bytes at a time.
-static void read_operand(uint64_t descriptor, int transposed, int mns, uint32_t site, int pending) {
+// Does something to what an operand reads, 16 bytes at a time.
+typedef void Visit(Lane *lane, char *at, uint32_t site);
+static void visit_operand(uint64_t descriptor, int transposed, int mns, Lane *lane, uint32_t site, Visit *visit) {
   for (int mn = 0; mn < mns; mn += transposed ? 8 : 1)
-    for (int k = 0; k < DEPTH; k += transposed ? 1 : 8) {
-      char *at = element(descriptor, transposed, mn, k);
-      checked(at, 16, 0, 16, site, pending ? PENDING : 0);
-      if (pending) through_proxy(at, 16, site);
-    }
+    for (int k = 0; k < DEPTH; k += transposed ? 1 : 8) visit(lane, element(descriptor, transposed, mn, k), site);
 }
-static void read_product(const Product *product, int pending) {
-  if (product->from_shared) read_operand(product->a, product->transposed_a, ROWS, product->site, pending);
-  read_operand(product->b, product->transposed_b, product->columns, product->site, pending);
+static void visit_product(const Product *product, Lane *lane, Visit *visit) {
+  if (product->from_shared) visit_operand(product->a, product->transposed_a, ROWS, lane, product->site, visit);
+  visit_operand(product->b, product->transposed_b, product->columns, lane, product->site, visit);
 }
+static void read_at_begin(Lane *lane, char *at, uint32_t site) {
+  (void)lane;
+  checked(at, 16, 0, 16, site, 0);
+  through_proxy(at, 16, site);
+}
+static void read_at_end(Lane *lane, char *at, uint32_t site) { (void)lane, checked(at, 16, 0, 16, site, 0); }
+static void hold(Lane *lane, char *at, uint32_t site) { held_by_products(lane, at, 16, site, 1); }
+static void release(Lane *lane, char *at, uint32_t site) { held_by_products(lane, at, 16, site, -1); }
 
 static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
   static float a[ROWS][DEPTH], b[DEPTH][MOST_COLUMNS];
   Arguments *first = (Arguments *)lanes[0]->arguments;
   int columns = first->columns;
-  for (int i = 0; i < 128; i++)
-    if (unfenced(lanes[i])) {
-      current = lanes[i];
-      report(RACE, lanes[i]->site, 0, "asynchronous product without a wgmma.fence before it");
+  for (int i = 0; i < 128; i++) {
+    current = lanes[i];
+    if (unfenced(current)) {
+      report(RACE, current->site, 0, "asynchronous product without a wgmma.fence before it");
       leave();
     }
+    if (memcmp(current->arguments, first, offsetof(Arguments, a_registers))) {
+      report(DIVERGENCE, current->site, 0, "asynchronous product of other descriptors or scales than the warpgroup's first lane");
+      leave();
+    }
+  }
   current = lanes[0];
   if (launch->check) {
+    Product made = {first->a,    first->b, columns, first->transposed_a, first->transposed_b, from_shared, current->product_groups,
+                    current->site, current->products};
+    visit_product(&made, current, read_at_begin);
     Product *product = malloc(sizeof *product);
-    *product = (Product){first->a,    first->b, columns, first->transposed_a, first->transposed_b, from_shared, current->product_groups,
-                         current->site, current->products};
+    if (!product) out_of_memory(current);
+    *product = made;
+    visit_product(product, current, hold);
     current->products = product;
-    read_product(product, 1);
   }
   for (int row = 0; row < ROWS && from_shared; row++)
     for (int k = 0; k < DEPTH; k++) a[row][k] = value(*(uint16_t *)element(first->a, first->transposed_a, row, k));
@@ -135,12 +155,12 @@ static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
     Arguments *mine = (Arguments *)lanes[t]->arguments;
     for (int i = 0; i < columns / 2; i++) {
       int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + t % 4 * 2 + i % 2;
-      Sum *before = sum_of(lanes[t], mine->d[i]);
-      float sum = !mine->scale_d ? 0 : before ? before->value : mine->d[i];
+      Sum *before = mine->scale_d ? sum_of(lanes[t], mine->d[i]) : 0;
+      float sum = before ? before->value : mine->scale_d ? mine->d[i] : 0;
       for (int k = 0; k < DEPTH; k++) sum += mine->scale_a * a[row][k] * (mine->scale_b * b[k][column]);
       Sum *held = before ? before : new_sum(lanes[t]);
       *held = (Sum){sum, lanes[0]->product_groups};
-      (&RESULT(uint32_t, lanes[t]))[i] = NAME + 1 + (held - lanes[t]->sums);
+      (&RESULT(uint32_t, lanes[t]))[i] = NAME + (held - lanes[t]->sums);
     }
   }
 }
@@ -164,7 +184,8 @@ void wgmma_wait(Lane **lanes, int count) {
       at = &product->next;
       continue;
     }
-    read_product(product, 0);
+    visit_product(product, current, read_at_end);
+    visit_product(product, current, release);
     *at = product->next;
     free(product);
   }
@@ -172,6 +193,7 @@ void wgmma_wait(Lane **lanes, int count) {
 void products_drop(Lane *lane) {
   while (lane->products) {
     Product *product = lane->products;
+    visit_product(product, lane, release);
     lane->products = product->next;
     free(product);
   }
