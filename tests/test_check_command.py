@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from command_line import Run
+from processes import eventually, gone
 from shipway.measure import checks
 from shipway.measure.checks import campaign_document, lines_exit_code, mutants_exit_code
 from shipway.numerics import isolated
@@ -159,33 +160,28 @@ def test_lines_stand_in_the_order_they_were_asked_for_whichever_ended_first() ->
     assert [line["implementation"] for line in lines] == ["mojo@sm_80", "mojo@gfx942"]
 
 
-def in_group(group: int) -> list[str]:
-    """The processes of a group that are not its leader."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = file.read_text().rpartition(")")[2].split()
-            found += [file.parent.name] if (int(fields[2]), fields[0] != "Z") == (group, True) else []
-    return [pid for pid in found if pid != str(group)]
-
-
-def test_a_compiler_ends_with_the_line_it_compiled_for(own_cache: Path) -> None:
-    groups: list[int] = []
+def test_a_compiler_ends_with_the_line_it_compiled_for(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless, started = tmp_path / "cc", tmp_path / "pid"
+    endless.write_text(f"#!/bin/sh\necho $$ > {started}.new\nmv {started}.new {started}\nexec sleep 600\n")
+    endless.chmod(0o755)
+    monkeypatch.setenv("CC", str(endless))
 
     def kill_once_it_compiles() -> None:
-        while not (children := multiprocessing.active_children()):
+        while not started.exists():
             time.sleep(0.05)
-        while not in_group(children[0].pid or 0):
-            time.sleep(0.05)
-        groups.append(children[0].pid or 0)
-        children[0].kill()
+        for child in multiprocessing.active_children():
+            child.kill()
 
-    killer = threading.Thread(target=kill_once_it_compiles)
-    killer.start()
+    threading.Thread(target=kill_once_it_compiles, daemon=True).start()
     (line,) = run_lines([("greedy", "mojo@sm_80", "f32")], Plan(examples=5), lambda _: None)
-    killer.join()
     assert line.verdict == "FAIL"
-    assert in_group(groups[0]) == []
+    compiler = int(started.read_text())
+    ended = eventually(lambda: gone(compiler))
+    if not ended:
+        os.kill(compiler, signal.SIGKILL)
+    assert ended
 
 
 def test_memory_of_a_campaign_is_full_of_large_numbers() -> None:

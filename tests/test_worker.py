@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fake_routes
+from processes import eventually, gone
 from shipway.channel import Channel, ChannelClosed
 from shipway.client import CacheFullError, Worker, WorkerError
 from shipway.errors import CannotRunError, ShipwayError
@@ -27,23 +28,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def start(name: str, **options: float) -> Worker:
     return Worker(fake_routes.info(name), threads=1, **options)
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended (a zombie counts: whoever adopted it may be slow to reap it)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
 
 
 def test_channel_carries_arrays_of_every_shape_unchanged() -> None:
