@@ -260,6 +260,7 @@ static int run_all(void) {
       round_of(block, lane_order, idle);
       if (block->live) continue;
       progress = 1;
+      for (int j = 0; j < threads; j++) products_end(block->lanes + j);
       for (int j = 0; j < threads; j++) copies_drop(block->lanes + j), products_drop(block->lanes + j);
       if (next < blocks) start(block, block_order[next++]);
       else block->live = -1, alive--;

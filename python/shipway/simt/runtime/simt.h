@@ -154,6 +154,7 @@ Buffer *buffer_of(const char *at, int64_t size);
 // copies.c
 void copies_drop(Lane *lane);
 // wgmma_ops.c
+void products_end(Lane *lane);  // as its block ends: reports sums that nothing has settled
 void products_drop(Lane *lane);
 // matrix_ops.c
 float bf16(uint16_t bits);

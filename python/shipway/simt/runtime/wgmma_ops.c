@@ -2,7 +2,8 @@
 // perhaps A in shared memory behind descriptors. What the product reads counts as being read until its group is waited
 // for. D lies apart until then: what the instruction returns are NaNs that say where. Further products take these for
 // sums; simt_settle, which stands for assembly without instructions, gives the sums once they are awaited; anything else
-// computes NaN, as it may run before the wait: no compiler knows that the wait writes registers.
+// computes NaN, as it may run before the wait: no compiler knows that the wait writes registers. Sums that nothing has
+// settled as their thread ends are a finding.
 #include "simt.h"
 #include <stdlib.h>
 #include <string.h>
@@ -25,10 +26,11 @@ struct Product {
   Product *next;
 };
 
-// A sum in flight, or one that nothing has settled yet.
+// A sum in flight, or one that is settled.
 struct Sum {
   float value;
-  int group;
+  int group, settled;
+  uint32_t site;  // of its last product
 };
 
 // Signalling NaNs, which no arithmetic returns: NAME + place among the lane's sums. Data hardly has NAME.
@@ -66,6 +68,7 @@ float simt_settle(float named, uint32_t site) {
     leave();
   }
   current->product_fence = 0;
+  sum->settled = 1;
   return sum->value;
 }
 // Whether sums of the lane come from elsewhere than the product before, and no wgmma.fence has come since ordinary code
@@ -159,7 +162,7 @@ static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
       float sum = before ? before->value : mine->scale_d ? mine->d[i] : 0;
       for (int k = 0; k < DEPTH; k++) sum += mine->scale_a * a[row][k] * (mine->scale_b * b[k][column]);
       Sum *held = before ? before : new_sum(lanes[t]);
-      *held = (Sum){sum, lanes[0]->product_groups};
+      *held = (Sum){sum, lanes[0]->product_groups, 0, lanes[0]->site};
       (&RESULT(uint32_t, lanes[t]))[i] = NAME + (held - lanes[t]->sums);
     }
   }
@@ -188,6 +191,14 @@ void wgmma_wait(Lane **lanes, int count) {
     visit_product(product, current, release);
     *at = product->next;
     free(product);
+  }
+}
+void products_end(Lane *lane) {
+  for (int i = 0; i < lane->sum_count; i++) {
+    if (lane->sums[i].settled) continue;
+    current = lane;
+    report(RACE, lane->sums[i].site, 0, "asynchronous product whose sums nothing settles after a wgmma.wait_group: their use may come before it");
+    leave();
   }
 }
 void products_drop(Lane *lane) {
