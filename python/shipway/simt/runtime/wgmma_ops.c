@@ -158,8 +158,8 @@ static void multiply(Lane **lanes, int from_shared, float (*value)(uint16_t)) {
     Arguments *mine = (Arguments *)lanes[t]->arguments;
     for (int i = 0; i < columns / 2; i++) {
       int row = t / 32 * 16 + t % 32 / 4 + 8 * (i / 2 % 2), column = i / 4 * 8 + t % 4 * 2 + i % 2;
-      Sum *before = mine->scale_d ? sum_of(lanes[t], mine->d[i]) : 0;
-      float sum = before ? before->value : mine->scale_d ? mine->d[i] : 0;
+      Sum *before = sum_of(lanes[t], mine->d[i]);
+      float sum = !mine->scale_d ? 0 : before ? before->value : mine->d[i];
       for (int k = 0; k < DEPTH; k++) sum += mine->scale_a * a[row][k] * (mine->scale_b * b[k][column]);
       Sum *held = before ? before : new_sum(lanes[t]);
       *held = (Sum){sum, lanes[0]->product_groups, 0, lanes[0]->site};
