@@ -9,7 +9,7 @@ from max.driver import CPU, Accelerator
 from max.engine import InferenceSession
 from max.graph import DeviceRef
 
-from shipway.graphs.single_op import OPS, PRODUCTS, OpCall, load_graphs
+from shipway.graphs.single_op import OPS, OpCall, load_graphs, on_gpus
 
 
 def load_ops(dtype: str, head_dim: int) -> dict[str, Callable[..., torch.Tensor]]:
@@ -23,7 +23,7 @@ def load_ops(dtype: str, head_dim: int) -> dict[str, Callable[..., torch.Tensor]
         A function per catalogue op on torch CPU tensors; arguments as in ``shipway.signature.SIGNATURES``.
     """
     gpu = Accelerator()
-    names = PRODUCTS if dtype == "tf32" else tuple(OPS)
+    names = on_gpus(dtype)
     models = load_graphs(
         InferenceSession(devices=[CPU(), gpu]),
         DeviceRef.GPU(),
@@ -31,4 +31,4 @@ def load_ops(dtype: str, head_dim: int) -> dict[str, Callable[..., torch.Tensor]
         head_dim,
         {"gpu": f"{gpu.api} {gpu.architecture_name}"},
     )
-    return {op: OpCall(models, name, dtype, gpu) for name in names for op in OPS[name]}
+    return {op: OpCall(models, name, dtype, gpu) for name in names for op in OPS.get(name, (name,))}

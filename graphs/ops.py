@@ -3,16 +3,18 @@
 Shapes: T tokens of a ragged batch of B sequences, ``offsets [B + 1]`` their first rows, ``start [B]`` the tokens
 already in the KV cache: one buffer ``[slots, layers, 2, capacity, kv_heads, head_dim]``, or :class:`Pages`. ``act`` is
 the activation dtype. ``tf32``, on NVIDIA GPUs, lets float32 of more than eight rows be multiplied as tf32.
+A :class:`Packed` matrix calls the op of the name with ``_int8`` or ``_int4``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from max.dtype import DType
-from max.graph import BufferValue, DeviceRef, TensorType, TensorValue, Value, ops
+from max.graph import BufferValue, DeviceRef, Dim, TensorType, TensorValue, Value, ops
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,20 @@ class Pages:
     lookup: TensorValue
     page_stride: TensorValue
 
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix ``[N, K]`` as ``shipway.signature.packed_arguments`` has it; without zero points it is int8.
+
+    Ops of packed matrices are on GPUs alone. They are GEMVs, of as many rows of act as there are.
+    """
+
+    stored: TensorValue
+    scales: TensorValue
+    zeros: TensorValue | None = None
+
+
+Matrix: TypeAlias = TensorValue | Packed
 
 DTYPES = {"f32": DType.float32, "bf16": DType.bfloat16, "f16": DType.float16}
 
@@ -61,6 +77,19 @@ def _on(cache: BufferValue | Pages, op: str) -> tuple[str, list[Value]]:
     return op, [cache]
 
 
+def _of(op: str, matrices: Sequence[Matrix]) -> tuple[str, list[Value]]:
+    """Name of an op for these matrices, and their inputs."""
+    parts = [
+        (one.stored, one.scales, *([one.zeros] if one.zeros is not None else [])) if isinstance(one, Packed) else (one,)
+        for one in matrices
+    ]
+    return op + {1: "", 2: "_int8", 3: "_int4"}[len(parts[0])], [part for one in parts for part in one]
+
+
+def _rows(matrix: Matrix) -> Dim:
+    return (matrix.stored if isinstance(matrix, Packed) else matrix).shape[0]
+
+
 def scalar(value: float, dtype: DType) -> TensorValue:
     """A host constant: ops take their scalars from the CPU on every device."""
     return ops.constant(value, dtype, device=DeviceRef.CPU())
@@ -84,7 +113,7 @@ def rope(x: TensorValue, table: TensorValue, positions: TensorValue) -> TensorVa
 
 def qkv_rope_append(
     x: TensorValue,
-    weights: tuple[TensorValue, TensorValue, TensorValue],
+    weights: tuple[Matrix, Matrix, Matrix],
     biases: tuple[TensorValue, TensorValue, TensorValue] | None,
     norms: tuple[TensorValue, TensorValue] | None,
     eps: float | TensorValue,
@@ -105,14 +134,15 @@ def qkv_rope_append(
     unused = ops.constant(np.zeros(1, np.float32), DType.float32, device=x.device)
     eps = scalar(eps, DType.float32) if isinstance(eps, float) else eps
     layer = scalar(layer, DType.int32) if isinstance(layer, int) else layer
-    heads = weights[0].shape[0] // head_dim
-    name, cached = _on(cache, "qkv_rope_append")
+    heads = _rows(weights[0]) // head_dim
+    name, matrices = _of("qkv_rope_append", weights)
+    name, cached = _on(cache, name)
     return _call(
         name,
         [
             *cached,
             x,
-            *weights,
+            *matrices,
             *(biases or (unused,) * 3),
             *(norms or (unused,) * 2),
             eps,
@@ -151,9 +181,10 @@ def attention(
     return _call(name, [*cached, q, offsets, start, layer, scale, window], q.dtype, q.shape, head_dim=int(q.shape[2]))
 
 
-def linear(x: TensorValue, w: TensorValue, tf32: bool = False) -> TensorValue:
+def linear(x: TensorValue, w: Matrix, tf32: bool = False) -> TensorValue:
     """act x ``[T, K]`` @ w ``[N, K]``^T -> f32 ``[T, N]``."""
-    return _call("linear", [x, w], DType.float32, [x.shape[0], w.shape[0]], **_products(tf32))
+    name, matrices = _of("linear", [w])
+    return _call(name, [x, *matrices], DType.float32, [x.shape[0], _rows(w)], **_products(tf32))
 
 
 def linear_residual(x: TensorValue, w: TensorValue, residual: TensorValue, tf32: bool = False) -> TensorValue:
@@ -161,9 +192,10 @@ def linear_residual(x: TensorValue, w: TensorValue, residual: TensorValue, tf32:
     return _call("linear_residual", [x, w, residual], DType.float32, residual.shape, **_products(tf32))
 
 
-def gate_up_silu(x: TensorValue, gate: TensorValue, up: TensorValue, tf32: bool = False) -> TensorValue:
+def gate_up_silu(x: TensorValue, gate: Matrix, up: Matrix, tf32: bool = False) -> TensorValue:
     """silu(x @ gate^T) * (x @ up^T): act x ``[T, K]``, matrices ``[N, K]`` -> act ``[T, N]``."""
-    return _call("gate_up_silu", [x, gate, up], x.dtype, [x.shape[0], gate.shape[0]], **_products(tf32))
+    name, matrices = _of("gate_up_silu", [gate, up])
+    return _call(name, [x, *matrices], x.dtype, [x.shape[0], _rows(gate)], **_products(tf32))
 
 
 def mlp(

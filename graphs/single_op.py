@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from shipway.artefacts import artefact, cpu_target
 from shipway.graphs import ops
 from shipway.graphs.extension import kernels_extension, one_line_errors
-from shipway.signature import SIGNATURES, Number
+from shipway.signature import MATRICES, SIGNATURES, WORDS, Number, Signature, packed_arguments
 
 OPS = {
     "embedding": ("embedding",),
@@ -38,12 +38,14 @@ OPS = {
     "sample": ("sample",),
 }
 """Functions of ``shipway.graphs.ops`` with the catalogue's ops that each serves."""
+PACKED = {f"{op}_{word}": (op, word) for op in MATRICES for word in WORDS}
+"""Ops of packed matrices, on GPUs, with the function that each is and the format."""
 
 _DTYPES = ("f32", "bf16")
 _MORE_DTYPES = {"rms_norm": ("f16",)}  # whose range a square leaves
 PRODUCTS = ("qkv_rope_append", "linear", "linear_residual", "gate_up_silu", "mlp", "lm_head")
 """Functions that multiply matrices: on NVIDIA's GPUs, in tf32 where they are asked to."""
-_HEAD_OPS = ("qkv_rope_append", "attention")
+_HEAD_OPS = ("qkv_rope_append", "attention", *(name for name in PACKED if PACKED[name][0] == "qkv_rope_append"))
 _NUMBERS = {float: DType.float32, int: DType.int32}
 
 
@@ -76,7 +78,7 @@ class OpCall:
 
     def _bound(self, arguments: tuple[Any, ...]) -> tuple[Model, dict[str, Any], dict[str, Buffer]]:
         """The graph, the arguments that are given, and these as MAX's buffers."""
-        signature = SIGNATURES[OPS[self._name][0]]
+        signature = _signature(self._name)
         given = {key: value for key, value in zip(signature, arguments, strict=True) if value is not None}
         inputs = {}
         for key, value in given.items():
@@ -162,7 +164,7 @@ def _load(
 
     parts = {
         "sources": extension.parent.name,
-        "signatures": repr([SIGNATURES[OPS[name][0]] for name in dtypes]),
+        "signatures": repr([_signature(name) for name in dtypes]),
         "ops": dtypes,
         "head_dim": head_dim,
         **target,
@@ -172,10 +174,14 @@ def _load(
     return dict(session.init_all(session.compile(made.path / "ops.mef")))
 
 
+def on_gpus(dtype: str) -> tuple[str, ...]:
+    """The functions, and ops of packed matrices, that GPUs have in an activation dtype."""
+    return PRODUCTS if dtype == "tf32" else (*OPS, *PACKED) if dtype == "bf16" else tuple(OPS)
+
+
 def build_ops(device: DeviceRef, dtype: str, head_dim: int) -> Graph:
-    """One graph of every op in one activation dtype, each with inputs and an output of its own; of tf32 those that
-    multiply."""
-    calls = [(name, *groups) for name in OPS if dtype != "tf32" or name in PRODUCTS for groups in _groups(name)]
+    """One graph of every op that GPUs have in one activation dtype, each with inputs and an output of its own."""
+    calls = [(name, *groups) for name in on_gpus(dtype) for groups in _groups(name)]
     types = [_inputs(device, name, dtype, head_dim, bias, norm) for name, bias, norm in calls]
     extension = kernels_extension()
     every = [one for of_call in types for one in of_call.values()]
@@ -189,9 +195,13 @@ def build_ops(device: DeviceRef, dtype: str, head_dim: int) -> Graph:
     return graph
 
 
+def _signature(name: str) -> Signature:
+    return SIGNATURES[OPS[name][0] if name in OPS else name]
+
+
 def _groups(name: str) -> list[tuple[bool, bool]]:
     """Which of the biases and the norms an op may be given."""
-    may = (False, True) if name == "qkv_rope_append" else (False,)
+    may = (False, True) if name.startswith("qkv_rope_append") else (False,)
     return [(bias, norm) for bias in may for norm in may]
 
 
@@ -207,10 +217,17 @@ def _inputs(
     device: DeviceRef, name: str, dtype: str, head_dim: int | None, bias: bool, norm: bool
 ) -> dict[str, TensorType | BufferType]:
     """Types of an op's arguments by name, without the groups that are not there."""
-    dtypes = {"act": _act(dtype), "f32": DType.float32, "int32": DType.int32}
+    dtypes = {
+        "act": _act(dtype),
+        "f32": DType.float32,
+        "f16": DType.float16,
+        "int32": DType.int32,
+        "int8": DType.int8,
+        "uint8": DType.uint8,
+    }
     absent = [group for group, there in (("biases", bias), ("norms", norm)) if not there]
     types: dict[str, TensorType | BufferType] = {}
-    for key, kind in SIGNATURES[OPS[name][0]].items():
+    for key, kind in _signature(name).items():
         if isinstance(kind, Number):
             types[key] = TensorType(_NUMBERS[kind.kind], [], DeviceRef.CPU())
         elif kind.group not in absent:
@@ -224,6 +241,10 @@ def _output(name: str, dtype: str, head_dim: int | None, given: Mapping[str, Val
     v: dict[str, Any] = {key: value.buffer if key == "cache" else value.tensor for key, value in given.items()}
     if name == "rms_norm":
         return ops.rms_norm(**v, act=_act(dtype))
+    if name in PACKED:
+        name, word = PACKED[name]
+        for matrix in MATRICES[name]:
+            v[matrix] = ops.Packed(*(v.pop(part) for part in packed_arguments(matrix, word)))
     tf32 = {"tf32": True} if dtype == "tf32" and name in PRODUCTS else {}
     if name == "qkv_rope_append":
         return ops.qkv_rope_append(

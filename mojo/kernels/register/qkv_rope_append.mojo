@@ -30,16 +30,53 @@ def check_qkv[
 ) raises:
     """Raises unless the shapes of weights and of a batch of `tokens` rows of k
     elements agree with the cache."""
-    var q_rows = wq.dim_size(0)
+    if wq.dim_size(1) != k or wk.dim_size(1) != k or wv.dim_size(1) != k:
+        raise Error(
+            op,
+            ": x [",
+            tokens,
+            ", ",
+            k,
+            "], wq [",
+            wq.dim_size(0),
+            ", ",
+            wq.dim_size(1),
+            "], wk and wv do not agree",
+        )
+    check_heads[head_dim](
+        op,
+        cached,
+        wq.dim_size(0),
+        wk.dim_size(0),
+        wv.dim_size(0),
+        table,
+        offsets,
+        start,
+        layer,
+    )
+
+
+def check_heads[
+    head_dim: Int
+](
+    op: StaticString,
+    cached: CacheShape,
+    q_rows: Int,
+    k_rows: Int,
+    v_rows: Int,
+    table: InputTensor[dtype=F32, rank=2, ...],
+    offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+    start: InputTensor[dtype=DType.int32, rank=1, ...],
+    layer: Int32,
+) raises:
+    """Raises unless rows of weights and the shapes of a batch agree with the
+    cache."""
     var kv_rows = cached.kv_heads * head_dim
     if (
         cached.head_dim != head_dim
         or q_rows % head_dim != 0
-        or wk.dim_size(0) != kv_rows
-        or wv.dim_size(0) != kv_rows
-        or wq.dim_size(1) != k
-        or wk.dim_size(1) != k
-        or wv.dim_size(1) != k
+        or k_rows != kv_rows
+        or v_rows != kv_rows
         or table.dim_size(1) > head_dim
         or offsets.dim_size(0) != start.dim_size(0) + 1
         or start.dim_size(0) > cached.sequences
@@ -48,15 +85,13 @@ def check_qkv[
     ):
         raise Error(
             op,
-            ": x [",
-            tokens,
-            ", ",
-            k,
-            "], wq [",
+            ": wq, wk and wv of ",
             q_rows,
             ", ",
-            wq.dim_size(1),
-            "] and the cache's ",
+            k_rows,
+            " and ",
+            v_rows,
+            " rows, the batch or the layer and the cache's ",
             cached.kv_heads,
             " heads of ",
             cached.head_dim,
@@ -67,8 +102,8 @@ def check_qkv[
 def check_vectors[
     head_dim: Int, has_bias: Bool, has_norm: Bool
 ](
-    wq: InputTensor[rank=2, ...],
-    wk: InputTensor[rank=2, ...],
+    q_rows: Int,
+    kv_rows: Int,
     bias_q: InputTensor[dtype=F32, rank=1, ...],
     bias_k: InputTensor[dtype=F32, rank=1, ...],
     bias_v: InputTensor[dtype=F32, rank=1, ...],
@@ -78,9 +113,9 @@ def check_vectors[
     """Raises unless the biases and norms that are used have their lengths."""
     comptime if has_bias:
         if (
-            bias_q.dim_size(0) != wq.dim_size(0)
-            or bias_k.dim_size(0) != wk.dim_size(0)
-            or bias_v.dim_size(0) != wk.dim_size(0)
+            bias_q.dim_size(0) != q_rows
+            or bias_k.dim_size(0) != kv_rows
+            or bias_v.dim_size(0) != kv_rows
         ):
             raise Error(
                 "qkv_rope_append: biases do not have the rows of wq, wk and wv"
@@ -179,7 +214,7 @@ def qkv_rope_append[
         layer,
     )
     check_vectors[head_dim, has_bias, has_norm](
-        wq, wk, bias_q, bias_k, bias_v, norm_q, norm_k
+        wq.dim_size(0), wk.dim_size(0), bias_q, bias_k, bias_v, norm_q, norm_k
     )
     var out = output.unsafe_ptr()
     var xp = x.unsafe_ptr()

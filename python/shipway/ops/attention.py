@@ -96,6 +96,8 @@ PREFILL_TRAPS = (
     *(ONE.with_dims(length=9, start=7, head_dim=head_dim) for head_dim in HEAD_DIMS),
     # A step of 64, 32 or 16 keys that all but the first row see whole.
     *(ONE.with_dims(length=3, start=62, head_dim=head_dim) for head_dim in (64, *HEAD_DIMS)),
+    # Such a step, whose first key the window hides from the second row.
+    *(ONE.with_dims(length=2, start=63, window=64, head_dim=head_dim) for head_dim in (64, *HEAD_DIMS)),
     ONE.with_dims(length=65, start=65, kv_heads=3, group=4),  # enough for several threads
 )
 STEP = Case({"B": 1, "start": 0, "window": 0, "kv_heads": 2, "group": 2, "head_dim": 64}, seed=1)

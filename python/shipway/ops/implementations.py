@@ -51,7 +51,7 @@ def compiled_rows(
     op: str,
     known: Mapping[str, tuple[KnownFailure, ...]] | None = None,
     only: tuple[str, ...] = ("mojo", "max", "jax", "tvm"),
-    simulated: tuple[str, ...] = HALF,
+    on_gpus: tuple[str, ...] = HALF,
 ) -> tuple[Implementation, ...]:
     """The compiled rows of an op; those of GPUs last, where it has GPU kernels.
 
@@ -59,7 +59,7 @@ def compiled_rows(
         op: Name of the op.
         known: Declared failures by row.
         only: The rows whose ``load_ops`` has the op.
-        simulated: Dtypes that its GPU kernels are compiled for.
+        on_gpus: Dtypes of its GPU kernels, if it has any.
     """
     known = known or {}
     compiled = (
@@ -68,11 +68,10 @@ def compiled_rows(
         _jax_row(op, known.get("jax", ())),
         _tvm_row(op, known.get("tvm", ())),
     )
-    on_gpus = any(op in kernel.ops for kernel in KERNELS)
+    gpus = (_gpu_row(op, on_gpus), *(_simulated_row(op, target, on_gpus) for target in SIMULATED))
     return (
         *(row for row in compiled if row.name in only),
-        *([_gpu_row(op)] if on_gpus and "mojo" in only else []),
-        *(_simulated_row(op, target, simulated) for target in SIMULATED if on_gpus),
+        *(gpus if any(op in kernel.ops for kernel in KERNELS) else ()),
     )
 
 
@@ -111,12 +110,12 @@ def _simulated_row(op: str, target: str, dtypes: tuple[str, ...]) -> Implementat
     )
 
 
-def _gpu_row(op: str) -> Implementation:
+def _gpu_row(op: str, dtypes: tuple[str, ...]) -> Implementation:
     """Our Mojo GPU kernels on this machine's GPU; all ops of a dtype and head_dim compile together."""
     return Implementation(
         "mojo-gpu",
         lambda dtype, head_dim: _loaded("shipway.graphs.gpu_ops", dtype, head_dim)[op],
-        (*HALF, "tf32") if any(_in_tf32(op, target) for target in SIMULATED) else HALF,
+        (*dtypes, "tf32") if any(_in_tf32(op, target) for target in SIMULATED) else dtypes,
         strided="refused",
         bitwise=False,  # as on simulated ones
         compiled=PER_HEAD_DIM,

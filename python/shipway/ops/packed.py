@@ -173,7 +173,7 @@ def _op(op: Op, word: str, result: str, traps: tuple[Case, ...], properties: tup
         strided=tuple(name for name in op.strided if name not in matrices),
         traps=traps,
         properties=properties,
-        implementations=rows(torch_row(torch), *compiled_rows(name, only=(), simulated=("bf16",))),
+        implementations=rows(torch_row(torch), *compiled_rows(name, only=(), on_gpus=("bf16",))),
     )
 
 

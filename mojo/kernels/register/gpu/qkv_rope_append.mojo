@@ -142,7 +142,7 @@ def _qkv_rope_append[
         layer,
     )
     check_vectors[head_dim, has_bias, has_norm](
-        wq, wk, bias_q, bias_k, bias_v, norm_q, norm_k
+        wq.dim_size(0), wk.dim_size(0), bias_q, bias_k, bias_v, norm_q, norm_k
     )
     if tokens == 0:
         return
