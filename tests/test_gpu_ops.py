@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,19 @@ def test_an_op_elsewhere_brings_back_what_it_returns_and_writes(op: str) -> None
 def test_without_a_gpu_the_row_says_so(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("check", "--op", "linear", "--impl", "mojo-gpu", "--json", tmp_path / "check.json")
     assert code == 3
-    assert out.count("not run linear mojo-gpu") == 4
-    assert "MAX finds no GPU here: one of NVIDIA's or AMD's with its driver would make it run" in out
+    said = "MAX finds no GPU here: one of NVIDIA's or AMD's with its driver would make it run"
+    assert [line for line in out.splitlines() if line.startswith("not run")] == [f"not run 4 lines of mojo-gpu: {said}"]
+
+
+@pytest.mark.skipif(bool(missing(MOJO)), reason=missing(MOJO))
+def test_a_graph_calls_every_op_by_its_name_packed_or_not() -> None:
+    from max.graph import DeviceRef
+
+    from shipway.graphs.single_op import build_ops
+
+    called = set(re.findall(r'symbol = "(\w+)"', str(build_ops(DeviceRef.GPU(0), "bf16", 64))))
+    # Attention is one op that has two kernels; the MLP is two ops.
+    assert called == {*OPS, "attention"} - {"attention_prefill", "attention_decode", "mlp"}
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ def fake_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         (["linear", "--shape", "T=99999999999"], ["is not in 0..1048576"]),
         (["linear", "--shape", "T=1048576,K=1048576"], ["does not fit into this machine's memory"]),
         (["linear", "--shape", "K=0"], ["K goes from 1, not 0"]),
+        (["linear", "--shape", "T=0"], ["nothing to time", "T from 1"]),
         (["attention_decode", "--shape", "head_dim=1024"], ["head_dim goes from 16 to", "not 1024"]),
         (["qkv_rope_append", "--shape", "rotary_quarters=5"], ["rotary_quarters goes from 1 to 4"]),
         (["linear", "--watch", "--time-edit"], ["exclude each other"]),

@@ -138,6 +138,10 @@ class OpResult(TypedDict):
     warnings: list[str]
 
 
+_OF_ROWS = ("T", "R", "length")
+"""Dims of 0 with which an op, rightly, does nothing."""
+
+
 def timed(op: Op) -> tuple[str, ...]:
     """Names of the rows whose time says something: all but those on a simulated device."""
     return tuple(name for name, row in op.implementations.items() if row.device == "cpu")
@@ -196,6 +200,9 @@ class OpSettings:
             raise ShipwayError("name at least one dtype")
         for dims in (self.shape, *self.shapes().values()):
             check_dims(op, dims)
+        for name in _OF_ROWS:
+            if self.shape.get(name) == 0:
+                raise ShipwayError(f"{self.op}: with {name}=0 there is nothing to time: give {name} from 1")
 
     def shapes(self) -> dict[str, dict[str, int]]:
         """Returns the shapes to run, by name."""

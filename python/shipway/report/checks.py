@@ -38,12 +38,26 @@ def print_lines(document: dict[str, Any], out: TextIO) -> None:
                 print(f"     {reproducer(line, failure)}", file=out)
             if others:
                 print(f"     the same in {', '.join(other['property'] for other in others)}", file=out)
-        if line["reason"]:
-            print(f"not run {where}: {line['reason']}", file=out)
+    for (implementation, reason), ours in _not_run(document["lines"]).items():
+        what = (
+            f"{ours[0]['op']} {implementation} {ours[0]['dtype']}"
+            if len(ours) == 1
+            else f"{len(ours)} lines of {implementation}"
+        )
+        print(f"not run {what}: {reason}", file=out)
     counts = {verdict: sum(line["verdict"] == verdict for line in document["lines"]) for verdict in VERDICTS}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count), file=out)
     if missing := document["planned"] - len(document["lines"]):
         print(f"stopped: {missing} of {document['planned']} lines did not end", file=out)
+
+
+def _not_run(lines: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Lines that did not run by implementation and reason."""
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        if line["reason"]:
+            alike.setdefault((line["implementation"], line["reason"]), []).append(line)
+    return alike
 
 
 def _alike(failures: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
