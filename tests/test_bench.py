@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -368,6 +369,59 @@ def test_command_prints_the_table_of_the_file_it_writes(
     with pytest.raises(SystemExit):
         main()
     assert capsys.readouterr().out == out
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, round_number: int, position: int) -> None:
+    """Sends this process a signal just before a route is timed at ``position`` of a round."""
+    time_run = bench_module.Contender.time_run
+
+    def pressed(self: Any, prompt: Any, new_tokens: int, *when: int) -> Any:
+        if when == (round_number, position):
+            os.kill(os.getpid(), number)
+        return time_run(self, prompt, new_tokens, *when)
+
+    monkeypatch.setattr(bench_module.Contender, "time_run", pressed)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_benchmark_keeps_the_rounds_that_every_route_ended(
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    interrupt(monkeypatch, number, round_number=2, position=1)  # one of two routes is timed in the third round
+    path = tmp_path / "r.json"
+    options = ("--routes", "torch-eager,Twin", "--dtype", "f32", "--contexts", "20", "--rounds", 4, "--json", path)
+    assert command(monkeypatch, checkpoint, *options) == code
+    out, err = capsys.readouterr()
+    assert "stopped: 2 of 4 rounds ended\n" in out
+    assert "\nStopped after 2 of 4 rounds. In f32 " in out
+    assert err.splitlines()[-1] == f"shipway: {'interrupted' if number == signal.SIGINT else 'terminated'}"
+    kept = read_result(path)
+    assert kept["stopped"] == {"planned_rounds": 4}
+    assert (kept["workload"]["rounds"], len(kept["rounds"])) == (2, 2)
+    assert {sample["round"] for sample in kept["probes"]} == {0, 1}
+    for one in kept["entries"]:
+        assert [sample["round"] for sample in one["samples"]] == [0, 1]
+        assert [sample["round"] for sample in one["sweep"]] == [0, 1]
+    monkeypatch.setattr(sys, "argv", ["shipway", "report", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out == out
+
+
+def test_benchmark_stopped_in_its_first_round_is_one_line(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    interrupt(monkeypatch, signal.SIGINT, round_number=0, position=1)
+    path = tmp_path / "r.json"
+    options = ("--routes", "torch-eager,Twin", "--dtype", "f32", "--json", path)
+    assert command(monkeypatch, checkpoint, *options) == 130
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[-1], path.exists()) == ("", "shipway: interrupted", False)
 
 
 def test_exit_code_says_whether_all_held(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

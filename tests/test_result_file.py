@@ -53,6 +53,8 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda d: d["workload"].update(parameters="many"), 'workload.parameters is "many"'),
         (lambda d: d["workload"].update(contexts=[1.5]), r"workload.contexts\[0\] is 1.5"),
         (lambda d: d["workload"].update(rounds=7), "timed in rounds"),
+        (lambda d: d.update(stopped={"planned_rounds": 5}), "stopped.planned_rounds is 5, of which 5 ended"),
+        (lambda d: d.update(stopped=True), "stopped is true"),
         (lambda d: d["workload"].update(parameters=-1), "workload.parameters is -1"),
         (lambda d: d["workload"].update(parameters=10**400), "workload.parameters is 1000"),
         (lambda d: d["workload"].update(rounds=-5), "workload.rounds is -5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,10 +37,10 @@ def bench(
 ) -> None:
     """Time every route behind its numerics verdict and print the table.
 
-    Exits with 1 when a route fails its verdict or breaks, with 3 when none can run here.
+    Exits with 1 when a route fails its verdict or breaks, with 3 when none can run here. What is stopped, by Ctrl-C or
+    otherwise, still prints and writes the rounds that have ended.
     """
     from shipway.measure.bench import Benchmark, Settings
-    from shipway.report.table import print_result
 
     try:
         lengths = tuple(int(length) for length in comma_list(contexts))
@@ -58,14 +59,27 @@ def bench(
         device=device,
         price=price,
     )
-    with progress() as show:
-        result = Benchmark(settings, show).run()
+    benchmark: Benchmark | None = None
+    try:
+        with progress() as show:
+            benchmark = Benchmark(settings, show)
+            result = benchmark.run()
+    except BaseException:  # whatever stops it, the rounds that ended are not lost
+        if benchmark is not None and (stopped := benchmark.stopped()) is not None:
+            _publish(stopped, json)
+        raise
+    _publish(result, json)
+    raise typer.Exit(exit_code(result))
+
+
+def _publish(result: Result, json: Path | None) -> None:
+    from shipway.report.table import print_result
+
     try:  # neither a file that cannot be written nor a reader that went away may lose the other
         print_result(result, sys.stdout)
     finally:
         if json is not None:
             write_json(json, result)
-    raise typer.Exit(exit_code(result))
 
 
 def exit_code(result: Result) -> int:

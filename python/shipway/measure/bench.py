@@ -125,6 +125,9 @@ class Benchmark:
         self._base: dict[str, np.ndarray | None] = {}
         self._warnings: list[str] = []
         self._entries: list[Entry] = []
+        self._rounds: list[dict[str, float]] = []
+        self._probe_samples: list[ProbeSample] = []
+        self._ended = 0  # rounds
         self._idle_wait_s = _IDLE_WAITS_S  # what is left of it
         self._contenders: list[Contender] = []
         # The baseline first: reduced precision is judged beside its logits.
@@ -140,8 +143,6 @@ class Benchmark:
         Raises:
             CacheFullError: A compiler broke for want of room in the cache.
         """
-        probe_samples: list[ProbeSample] = []
-        rounds: list[dict[str, float]] = []
         probe: Worker | None = None
         try:
             if self._contenders:
@@ -159,24 +160,35 @@ class Benchmark:
                 if not any(contender.runs for contender in self._contenders):
                     break
                 self._progress(f"round {number + 1} of {self._settings.rounds}")
-                rounds.append({"round": number, "busy_share": self._wait_until_idle(f"round {number + 1}")})
+                self._rounds.append({"round": number, "busy_share": self._wait_until_idle(f"round {number + 1}")})
                 if number % 2:
-                    probe_samples += self._probe(probe, number)
+                    self._probe_samples += self._probe(probe, number)
                     self._round(number, self._contenders[::-1])
                 else:
                     self._round(number, self._contenders)
-                    probe_samples += self._probe(probe, number)
-            for contender in self._contenders:
-                if contender.worker is not None:
-                    contender.worker.resume()
-                with self._guard(contender):
-                    contender.record_memory()
+                    self._probe_samples += self._probe(probe, number)
+                self._ended = number + 1
         finally:
             for contender in self._contenders:
                 contender.close()
             if probe is not None:
                 probe.close()
-        return self._result(rounds, probe_samples)
+        return self._result()
+
+    def stopped(self) -> Result | None:
+        """Returns what a run that did not return leaves: the rounds that ended, no others; ``None`` without any."""
+        if not self._ended:
+            return None
+        del self._rounds[self._ended :]
+        self._probe_samples = [sample for sample in self._probe_samples if sample["round"] < self._ended]
+        for entry in self._entries:
+            entry["samples"] = [sample for sample in entry["samples"] if sample["round"] < self._ended]
+            entry["sweep"] = [sample for sample in entry["sweep"] if sample["round"] < self._ended]
+        result = self._result()
+        result["workload"]["rounds"] = self._ended
+        if self._ended < self._settings.rounds:
+            result["stopped"] = {"planned_rounds": self._settings.rounds}
+        return result
 
     def _add(self, name: str, dtype: str) -> None:
         settings, config = self._settings, self._checkpoint.config
@@ -282,6 +294,7 @@ class Benchmark:
                 contender.entry["samples"].append(sample)
                 for prompt in self._sweep.values():
                     contender.entry["sweep"].append(contender.time_run(prompt, SWEEP_NEW_TOKENS, number, position))
+                contender.record_memory()
             self._park(contender)
 
     def _park(self, contender: Contender) -> None:
@@ -299,10 +312,6 @@ class Benchmark:
             if memory_available() >= needed:
                 return
             self._progress(f"{self._name(other)} makes room in memory")
-            with self._guard(other):
-                assert other.worker is not None
-                other.worker.resume()
-                other.record_memory()
             other.close()
 
     @contextmanager
@@ -359,7 +368,7 @@ class Benchmark:
     def _name(contender: Contender) -> str:
         return f"{contender.info.name} {contender.spec.dtype}"
 
-    def _result(self, rounds: list[dict[str, float]], probe_samples: list[ProbeSample]) -> Result:
+    def _result(self) -> Result:
         settings, config = self._settings, self._checkpoint.config
         return {
             "schema_version": SCHEMA_VERSION,
@@ -381,8 +390,8 @@ class Benchmark:
                 "baseline": BASELINE,
             },
             "price": cast(PriceRow, dataclasses.asdict(self._price)),
-            "rounds": rounds,
-            "probes": probe_samples,
+            "rounds": self._rounds,
+            "probes": self._probe_samples,
             "entries": self._entries,
             "warnings": self._warnings,
         }

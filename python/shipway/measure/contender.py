@@ -66,7 +66,7 @@ class Contender:
             return
         for prompt in prompts:
             self.worker.call("run", tokens=[prompt], new_tokens=_WARM_UP_TOKENS)
-        self._measure_memory()
+        self.record_memory()
 
     def time_run(self, prompt: list[int], new_tokens: int, round_number: int, position: int) -> Sample:
         """Times one prefill and ``new_tokens - 1`` decodes."""
@@ -83,11 +83,7 @@ class Contender:
             worker.close()
 
     def record_memory(self) -> None:
-        """Records the peak resident memory of the worker."""
-        if self.worker is not None and self.runs:
-            self._measure_memory()
-
-    def _measure_memory(self) -> None:
+        """Records the resident memory of the worker, now and at its peak."""
         assert self.worker is not None
         memory = self.worker.call("peak_memory")
         self.resident_bytes = memory["resident"]

@@ -139,8 +139,17 @@ class PriceRow(TypedDict):
     source: str
 
 
+class Stopped(TypedDict):
+    """What a benchmark that was stopped was to do: it holds the rounds that had ended, as many as its workload says."""
+
+    planned_rounds: int
+
+
 class Result(TypedDict):
-    """A benchmark. ``rounds`` holds the busy share of the machine before each round, every route stopped."""
+    """A benchmark. ``rounds`` holds the busy share of the machine before each round, every route stopped.
+
+    ``stopped`` is there when it was stopped between its first round and its last.
+    """
 
     schema_version: int
     command: str
@@ -152,6 +161,7 @@ class Result(TypedDict):
     probes: list[ProbeSample]
     entries: list[Entry]
     warnings: list[str]
+    stopped: NotRequired[Stopped]
 
 
 def check_writable(path: Path) -> None:
@@ -239,7 +249,7 @@ def read_result(path: Path) -> Result:
             f"{path} has schema_version {document.get('schema_version')}, this shipway reads {SCHEMA_VERSION}: "
             "run the benchmark again"
         )
-    missing = Result.__required_keys__ - document.keys()
+    missing = _needed(get_type_hints(Result, include_extras=True)) - document.keys()
     if missing:
         raise ShipwayError(f"{path} lacks {', '.join(sorted(missing))}: it was not written whole")
     try:
@@ -252,6 +262,11 @@ def read_result(path: Path) -> Result:
 
 class _Malformed(Exception):
     """Where a document is not what :class:`Result` says, and why."""
+
+
+def _needed(hints: dict[str, Any]) -> set[str]:
+    """The keys a document must have; ``__required_keys__`` does not see through annotations that are texts."""
+    return {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
 
 
 def _typed(value: Any, kind: Any, where: str) -> Any:
@@ -281,8 +296,7 @@ def _typed(value: Any, kind: Any, where: str) -> Any:
     elif is_typeddict(kind):
         if isinstance(value, dict):
             hints = get_type_hints(kind, include_extras=True)
-            needed = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
-            if missing := sorted(needed - value.keys()):
+            if missing := sorted(_needed(hints) - value.keys()):
                 raise _Malformed(f"{where} lacks {', '.join(missing)}")
             fields = value.keys() & hints.keys()
             return value | {name: _typed(value[name], hints[name], f"{where}.{name}".lstrip(".")) for name in fields}
@@ -312,6 +326,8 @@ def _check_figures(result: Result) -> None:
     work = result["workload"]
     for name in ("parameters", "prompt_tokens", "new_tokens", "batch", "rounds"):
         _check_positive(work[name], f"workload.{name}")
+    if (stopped := result.get("stopped")) is not None and stopped["planned_rounds"] <= work["rounds"]:
+        raise _Malformed(f"stopped.planned_rounds is {stopped['planned_rounds']}, of which {work['rounds']} ended")
     for number, probe in enumerate(result["probes"]):
         _check_positive(probe["value"], f"probes[{number}].value")
     rows = [(entry["route"], entry["dtype"]) for entry in result["entries"]]

@@ -81,10 +81,17 @@ def _busy(result: Result) -> list[str]:
     ]
 
 
+def _stopped(result: Result) -> list[str]:
+    """Says that the run was stopped: what is ranked rests on fewer rounds than were asked for."""
+    if (stopped := result.get("stopped")) is None:
+        return []
+    return [f"Stopped after {result['workload']['rounds']} of {stopped['planned_rounds']} rounds."]
+
+
 def decide(result: Result) -> str:
     """Returns the paragraph: a recommendation per dtype, then what failed and what did not run, with reasons."""
     rows = summarise(result)
-    sentences = _busy(result)
+    sentences = [*_stopped(result), *_busy(result)]
     for dtype in dict.fromkeys(entry["dtype"] for entry in result["entries"]):
         sentences.append(
             _one_dtype(dtype, [row for row in rows if row.entry["dtype"] == dtype], result["workload"]["rounds"])

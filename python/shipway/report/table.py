@@ -206,5 +206,7 @@ def print_result(result: Result, out: TextIO) -> None:
     print(file=out)
     for line in (*_verdict_lines(rows), *(f"warning: {warning}" for warning in result["warnings"])):
         print(line, file=out)
+    if (stopped := result.get("stopped")) is not None:
+        print(f"stopped: {result['workload']['rounds']} of {stopped['planned_rounds']} rounds ended", file=out)
     print(file=out)
     print(decide(result), file=out)
