@@ -40,7 +40,8 @@ def test_help_shows_every_default(run: Run) -> None:
     [
         (["generate", "--no-such-option"], "No such option: --no-such-option: see shipway generate -h"),
         (["no-such-command"], "No such command 'no-such-command': see shipway -h"),
-        (["targets", "--dtype"], "Option '--dtype' requires an argument: see shipway"),
+        (["targets", "--dtype"], "Option '--dtype' requires an argument: see shipway targets -h"),
+        (["--no-such-option"], "No such option: --no-such-option: see shipway -h"),
         (["check", "--examples", "x"], "'--examples': Input should be a valid integer"),
         (["inspect"], "Missing argument 'path': see shipway inspect -h"),
         (["routes", "extra"], "unexpected extra argument(s) (extra): see shipway routes -h"),

@@ -105,10 +105,13 @@ def test_dev_hands_over_to_pixi_where_it_is_installed(checkout: Checkout) -> Non
     assert checkout.calls() == [["pixi", "run", "bench", *ARGUMENTS]]
     assert checkout.dev("bench", *ARGUMENTS, SHIPWAY_NO_PIXI="1").returncode == 0
     assert checkout.calls()[-1] == ["shipway", "bench", *ARGUMENTS]
+    assert checkout.dev("--help").returncode == 0
+    assert checkout.calls() == [["pixi", "task", "list"]]
 
 
-def test_dev_alone_lists_every_task(checkout: Checkout) -> None:
-    done = checkout.dev()
+@pytest.mark.parametrize("arguments", [(), ("-h",), ("--help",)])
+def test_dev_alone_or_asked_for_help_lists_every_task(checkout: Checkout, arguments: tuple[str, ...]) -> None:
+    done = checkout.dev(*arguments)
     listed = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("  ")]
     assert (done.returncode, listed, checkout.calls()) == (0, list(TASKS), [])
 
@@ -116,6 +119,7 @@ def test_dev_alone_lists_every_task(checkout: Checkout) -> None:
 def test_unknown_task_is_one_line_and_installs_nothing(checkout: Checkout) -> None:
     done = checkout.dev("no-such-task")
     assert (done.returncode, done.stderr) == (2, "dev: no task no-such-task: ./dev lists them\n")
+    assert checkout.dev("").returncode == 2
     assert checkout.calls() == []
 
 

@@ -124,6 +124,7 @@ def _broken(error: BaseException) -> None:
 def _run() -> int:
     """Runs the command line; returns its exit code."""
     from typer.exceptions import TyperException
+    from typer.main import get_group
 
     from shipway.cli.app import app
     from shipway.errors import ShipwayError, program
@@ -144,8 +145,8 @@ def _run() -> int:
         return error.exit_code
     except TyperException as error:
         if said := error.format_message():  # nothing where the help has been printed instead
-            command = getattr(error, "ctx", None)
-            _say(f"{said.rstrip('.')}: see {command.command_path if command else program()} -h")
+            named = [name for name in sys.argv[1:2] if name in get_group(app).commands]  # not every error knows it
+            _say(f"{said.rstrip('.')}: see {' '.join([program(), *named])} -h")
         return error.exit_code
     except _OutputGone:
         return 141
