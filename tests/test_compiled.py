@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,11 +20,12 @@ import shipway
 import tiny_checkpoints
 from command_line import Run, assert_one_line
 from shipway.compiled import compile_model, read_compiled
-from shipway.errors import CannotRunError, ShipwayError
+from shipway.errors import CannotRunError, ShipwayError, program
 from shipway.routes.catalogue import ROUTES
 from shipway.routes.route import Prepared
 
 PROMPT, NEW = "def main(", 12
+AGAIN = re.escape(f"{program()} compile")
 
 
 def text(model: shipway.Model) -> str:
@@ -68,7 +70,7 @@ def test_one_made_for_something_else_is_refused_by_name(compiled: Path, part: st
     changed["parts"][part] = named
     record.write_text(json.dumps(changed))
     try:
-        with pytest.raises(ShipwayError, match=f"{part} {named}.*shipway compile"):
+        with pytest.raises(ShipwayError, match=f"{part} {named}.*{AGAIN}"):
             shipway.load(compiled, threads=1)
     finally:
         record.write_text(kept)
@@ -103,7 +105,7 @@ def test_damaged_artefact_is_refused_by_its_file(compiled: Path, tmp_path: Path,
         file = file.with_name("other")
         file.touch()
     how = {"gone": "is missing", "added": "does not belong there"}.get(damage, "is damaged")
-    with pytest.raises(ShipwayError, match=f"{file.name} {how}: make the compiled model again with shipway compile"):
+    with pytest.raises(ShipwayError, match=f"{file.name} {how}: make the compiled model again with {AGAIN}"):
         shipway.load(copy, threads=1)
 
 
@@ -123,7 +125,7 @@ def test_checkpoint_of_a_compiled_model_that_was_changed_is_refused_by_its_file(
         (copy / name).unlink()
     else:
         (copy / name).write_bytes(damage((copy / name).read_bytes()))
-    with pytest.raises(ShipwayError, match=f"{name} {how}: make the compiled model again with shipway compile"):
+    with pytest.raises(ShipwayError, match=f"{name} {how}: make the compiled model again with {AGAIN}"):
         shipway.load(copy, threads=1)
 
 
@@ -141,7 +143,7 @@ def test_record_of_an_artefact_without_a_field_is_refused(compiled: Path, tmp_pa
     said = json.loads(record.read_text())
     del said[field]
     record.write_text(json.dumps(said))
-    with pytest.raises(ShipwayError, match="compiled holds no compiled model: make it again with shipway compile"):
+    with pytest.raises(ShipwayError, match=f"compiled holds no compiled model: make it again with {AGAIN}"):
         shipway.load(copy, threads=1)
 
 
@@ -149,7 +151,7 @@ def test_record_of_an_artefact_without_a_field_is_refused(compiled: Path, tmp_pa
     ("route", "said"),
     [
         ("torch-eager", "shipway.json names what is never compiled: route torch-eager, .* compile the model again"),
-        ("max-graph", "compiled for route mojo-graph, here max-graph.*shipway compile"),
+        ("max-graph", f"compiled for route mojo-graph, here max-graph.*{AGAIN}"),
     ],
 )
 def test_another_route_cannot_take_it_over(compiled: Path, route: str, said: str) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shipway.errors import ShipwayError
+from shipway.errors import ShipwayError, program
 from shipway.model.resolve import cache_dir
 from shipway.model.safetensors_files import read_json
 
@@ -185,14 +185,16 @@ def shipped(directory: Path, kind: str, parts: Mapping[str, object]) -> Artefact
     try:
         record = _record(directory)
     except ShipwayError as error:
-        raise ShipwayError(f"{directory} holds no compiled model: make it again with shipway compile") from error
+        raise ShipwayError(f"{directory} holds no compiled model: make it again with {program()} compile") from error
     found = {"route": record.get("kind")} | record["parts"]
     if differing := _differences(found, json.loads(_text({"route": kind} | dict(parts)))):
-        raise ShipwayError(f"{directory} was compiled for {'; '.join(differing)}: make it again with shipway compile")
+        raise ShipwayError(
+            f"{directory} was compiled for {'; '.join(differing)}: make it again with {program()} compile"
+        )
     files = record["files"]
     added = [f"{directory / name} does not belong there" for name in _files(directory) if name not in files]
     if wrong := changed(directory, files) or next(iter(added), None):
-        raise ShipwayError(f"{wrong}: make the compiled model again with shipway compile")
+        raise ShipwayError(f"{wrong}: make the compiled model again with {program()} compile")
     _touch(directory)
     return _describe(directory, record, cold=False)
 

@@ -10,7 +10,7 @@ import typer
 
 from shipway.cli.options import Json, Model, Threads, Weights
 from shipway.cli.progress import progress
-from shipway.errors import CannotRunError
+from shipway.errors import CannotRunError, program
 from shipway.measure.result import SCHEMA_VERSION, write_json
 from shipway.model.resolve import DEFAULT_MODEL
 from shipway.routes.catalogue import ROUTES
@@ -45,4 +45,4 @@ def compile(
         write_json(json, {"schema_version": SCHEMA_VERSION, "command": "compile", **document})
     how = f"compiled in {prepared.compile_s:.1f} s" if prepared.compile_cold else "compiled before"
     print(f"{out}: {route} {dtype}, {weights} weights, {size / (1 << 20):,.1f} MiB, {how}")
-    print(f'start it with: shipway generate --model {shlex.quote(str(out))} --prompt "..."')
+    print(f'start it with: {program()} generate --model {shlex.quote(str(out))} --prompt "..."')

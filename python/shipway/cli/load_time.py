@@ -12,7 +12,7 @@ import typer
 
 from shipway.cli.options import Json, Threads
 from shipway.cli.progress import progress
-from shipway.errors import CannotRunError, ShipwayError
+from shipway.errors import CannotRunError, ShipwayError, program
 from shipway.measure.environment import describe_environment
 from shipway.measure.result import SCHEMA_VERSION, write_json
 from shipway.measure.stats import estimate
@@ -51,7 +51,7 @@ def _start(path: Path, threads: int) -> dict[str, Any]:
 
 
 def load_time(
-    directory: Annotated[Path, typer.Argument(help="Directory made by shipway compile, or any checkpoint.")],
+    directory: Annotated[Path, typer.Argument(help=f"Directory made by {program()} compile, or any checkpoint.")],
     limit: Annotated[float, typer.Option(help="Seconds a load may take; a longer median exits with 1.")] = 3.0,
     runs: Annotated[int, typer.Option(help="Starts to time.", min=1)] = 5,
     threads: Threads = None,

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from shipway.errors import program
 from shipway.measure.result import read_result
 
 
-def report(path: Annotated[Path, typer.Argument(help="A file written by `shipway bench --json`.")]) -> None:
+def report(path: Annotated[Path, typer.Argument(help=f"A file written by `{program()} bench --json`.")]) -> None:
     """Print the table of a recorded benchmark again."""
     from shipway.report.table import print_result
 

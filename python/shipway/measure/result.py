@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
-from shipway.errors import ShipwayError
+from shipway.errors import ShipwayError, program
 
 SCHEMA_VERSION = 1
 _LARGEST = 1 << 63  # no figure comes near it, and Python's integers go on where its floats end
@@ -241,9 +241,9 @@ def read_result(path: Path) -> Result:
     except OSError as error:
         raise ShipwayError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):  # no UTF-8, no JSON, or numbers and nesting beyond what is read
-        raise ShipwayError(f"{path} is not JSON: give a file written by `shipway bench --json`") from None
+        raise ShipwayError(f"{path} is not JSON: give a file written by `{program()} bench --json`") from None
     if not isinstance(document, dict) or document.get("command") != "bench":
-        raise ShipwayError(f"{path} is not a benchmark result: give a file written by `shipway bench --json`")
+        raise ShipwayError(f"{path} is not a benchmark result: give a file written by `{program()} bench --json`")
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ShipwayError(
             f"{path} has schema_version {document.get('schema_version')}, this shipway reads {SCHEMA_VERSION}: "
