@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 from typer.main import get_group
 
 from command_line import Run, assert_one_line
@@ -23,6 +24,14 @@ def test_every_command_has_help(run: Run, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert "--help" in out
+
+
+def test_help_loses_no_brackets(run: Run) -> None:
+    for name, command in get_group(app).commands.items():
+        for text in (command.help, *(getattr(parameter, "help", None) for parameter in command.params)):
+            written = text or ""
+            assert Text.from_markup(written).plain == written.replace("\\[", "["), f"{name}: write \\\\[ in {text!r}"
+    assert "'rms_norm[bf16]'" in run("targets", "--help")[1]
 
 
 def test_help_shows_every_default(run: Run) -> None:

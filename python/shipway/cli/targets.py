@@ -23,7 +23,7 @@ _COMMA = re.compile(r",(?![^[]*\])")  # that is not within brackets
 
 def targets(
     kernel: Annotated[
-        str, typer.Option(help="Kernels, or variants such as 'rms_norm[bf16]', separated by commas; * and ? match.")
+        str, typer.Option(help="Kernels, or variants such as 'rms_norm\\[bf16]', separated by commas; * and ? match.")
     ] = "*",
     target: Annotated[str, typer.Option(help="Targets, likewise.")] = "*",
     budgets: Annotated[
