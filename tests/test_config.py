@@ -49,6 +49,10 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"num_local_experts": 8}, r"num_local_experts 8 \(mixture of experts\)"),
+        ({"num_experts": 60}, "num_experts 60"),
+        ({"n_routed_experts": 2}, "n_routed_experts 2"),
+        ({"num_local_experts": "8"}, "num_local_experts '8'"),
         ({"sliding_window": 128}, "sliding_window"),
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "linear_attention"),
         ({"layer_types": ["full_attention"]}, "each of the 4 layers"),
@@ -98,6 +102,11 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
     with pytest.raises(ShipwayError, match=named) as caught:
         ModelConfig.from_hf(LLAMA | changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [None, 0, 1])
+def test_one_expert_or_none_is_the_usual_mlp(number: int | None) -> None:
+    assert ModelConfig.from_hf(LLAMA | {"num_local_experts": number}) == ModelConfig.from_hf(LLAMA)
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,9 @@ def _refuse_unsupported(architecture: str, config: Mapping[str, Any]) -> None:
         raise ShipwayError(
             f"quantization_config ({method}) is not supported: use an unquantised checkpoint or a GGUF file"
         )
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if (experts := config.get(key)) not in (None, 0, 1):
+            raise ShipwayError(f"{key} {experts!r} (mixture of experts) is not supported")
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ShipwayError(f"hidden_act {activation!r} is not supported: only silu")
