@@ -36,7 +36,8 @@ class Pages:
 class Packed:
     """A matrix ``[N, K]`` as ``shipway.signature.packed_arguments`` has it; without zero points it is int8.
 
-    Ops of packed matrices are on GPUs alone. They are GEMVs, of as many rows of act as there are.
+    Ops of packed matrices, all of one format, are on GPUs alone, over a KV cache in one buffer. They are GEMVs, of as
+    many rows of act as there are, and have no tf32.
     """
 
     stored: TensorValue
