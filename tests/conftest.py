@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -64,8 +65,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
-    """Puts the handlers back that the command line sets: Ctrl-C ends pytest."""
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts the handlers back that the command line sets: Ctrl-C ends pytest. A test's first signal is a first one."""
+    monkeypatch.setattr("shipway.cli.main._answered", -math.inf)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
